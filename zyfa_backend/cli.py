@@ -45,7 +45,7 @@ def application() -> typer.Typer:
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status. What a user can mend is one message on stderr."""
     try:
-        return int(application()(args=arguments, prog_name="zyfa", standalone_mode=False) or 0)
+        return int(application()(args=arguments, prog_name="zyfa", standalone_mode=False, obj=arguments) or 0)
     except UserError as error:
         log(f"zyfa: error: {error}")
         return error.code

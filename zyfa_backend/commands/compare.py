@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
+    call: typer.Context,
     model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a Hugging Face name.")],
     variants: Annotated[
         str,
@@ -43,30 +43,40 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NAME=URL",
-            help="Use a running server for a variant instead of starting one. Alone, only these are compared. Repeatable.",
+            help="Use a running server for a variant instead of starting one. Without --variants only these are "
+            "compared. Repeatable.",
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to score. Default: the shipped one.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of the text to score. Default 8192, or the whole text if shorter.")
+        int | None, typer.Option(min=16, help="Tokens of the text to score. Default: 8192, or a shorter text whole.")
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=16, help="Tokens of a window. Default 2048, or what the model takes if less.")
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="Log-probabilities listed per position.")] = 100,
     prompts: Annotated[int, typer.Option(min=0, help="Prompts to continue greedily; 0 leaves that out.")] = 16,
-    prompt_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of a prompt. Default: half the context.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a prompt. Default: half the context.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a continuation.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the servers and of the bootstrap.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Directory for results. Default: ./zyfa-results/MODEL.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything anew, also what an earlier run finished.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything anew, nothing kept from before.")] = False,
     engine: Annotated[str, typer.Option(help="Engine to serve with: vllm.")] = "vllm",
     server_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="ARGS", help="More arguments for every started server, for example --server-arg=--dtype=float32. Repeatable."),
+        typer.Option(
+            metavar="ARGS",
+            help="More arguments for every started server, for example --server-arg=--dtype=float32. Repeatable.",
+        ),
     ] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the started servers. Default: a free one.")] = None,
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a started server must be healthy.")] = 1200.0,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the started servers. Default: a free one.")
+    ] = None,
+    startup_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until a started server must be healthy.")
+    ] = 1200.0,
     request_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")] = 600.0,
     json: Json = False,
 ) -> None:
@@ -116,7 +126,8 @@ def compare(
         raise UserError(
             f"interrupted; finished variants are kept in {directory}, and the same command goes on from there", code=130
         ) from None
-    results = _write(run, outcome, str(text) if text else DEFAULT_NAME)
+    command = shlex.join(["zyfa", *call.obj])
+    results = _write(run, outcome, command, str(text) if text else DEFAULT_NAME)
     if json:
         print_json(results)
     else:
@@ -139,12 +150,11 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _write(run: Run, outcome: Outcome, text_name: str) -> dict[str, Any]:
+def _write(run: Run, outcome: Outcome, command: str, text_name: str) -> dict[str, Any]:
     """results.json and report.html; returns the former's document with the files' paths."""
     from zyfa_backend.compare.report import render
     from zyfa_backend.compare.results import document
 
-    command = shlex.join(["zyfa", *sys.argv[1:]])
     results, series = document(run, outcome, command, text_name)
     directory = run.store.directory
     results["files"] = {
@@ -160,27 +170,36 @@ def _print_table(results: dict[str, Any], directory: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from zyfa_backend.compare.table import COLUMNS, interval_of, machine_line, remarks, value_of
+    from zyfa_backend.compare.table import COLUMNS, PROMPTS, TEXT, interval_of, machine_line, remarks, value_of
 
-    table = Table(title=f"{results['model']}: served quality", title_justify="left", title_style="bold", show_lines=True)
-    table.add_column("variant", no_wrap=True)
-    for column in COLUMNS:
-        heading = f"{column.title}\n[dim]{column.unit}[/dim]" if column.unit else column.title
-        table.add_column(heading, justify="right")
-    for row in results["variants"]:
-        cells = []
-        for column in COLUMNS:
-            interval = interval_of(row, column)
-            cells.append(value_of(row, column) + (f"\n[dim]{interval}[/dim]" if interval else ""))
-        table.add_row(row["name"], *cells)
     console = Console()
-    # Piped into a file, a table that is cut to 80 columns would lose its numbers.
-    console.print(table, width=None if console.is_terminal else 170)
+    if not console.is_terminal:
+        console.width = 120  # in a file, nothing is cut off
+    with_intervals = console.width >= 110
+    print(f"Quality of what {results['model']} serves")
+    for group in (TEXT, PROMPTS):
+        if group == PROMPTS and results["settings"]["prompts"] == 0:
+            continue
+        table = Table(show_lines=with_intervals)
+        table.add_column(group, no_wrap=True)
+        columns = [column for column in COLUMNS if column.group == group]
+        for column in columns:
+            unit = f"\n[dim]{column.unit}[/dim]" if column.unit else ""
+            table.add_column(column.title + unit, justify="right")
+        for row in results["variants"]:
+            cells = []
+            for column in columns:
+                interval = interval_of(row, column) if with_intervals else ""
+                cells.append(value_of(row, column) + (f"\n[dim]{interval}[/dim]" if interval else ""))
+            table.add_row(row["name"], *cells)
+        console.print(table)
+    print("Below each value: its 95% interval." if with_intervals else "95% intervals: in the report.")
+    print("What ran:")
     for row in results["variants"]:
-        console.print(f"  {row['name']:<18} ran {row['kernel']}", soft_wrap=True, highlight=False)
+        print(f"  {row['name']:<18}{row['kernel']}")
     for line in [*remarks(results), machine_line(results)]:
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"Report: {directory / 'report.html'}   JSON: {directory / 'results.json'}", soft_wrap=True)
+        print(line)
+    print(f"Report: {directory / 'report.html'}   JSON: {directory / 'results.json'}")
 
 
 class _Display:

@@ -139,5 +139,5 @@ def _svg(figure: Figure, name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="(?=(figure|axes|patch|line2d|text|matplotlib|xtick|ytick|legend|Quad|Path))', f'id="{name}-', text)
+    text = re.sub(r'\bid="(?=(figure|axes|patch|line2d|text|matplotlib|xtick|ytick|legend))', f'id="{name}-', text)
     return text.replace("<svg ", f'<svg role="img" class="plot" data-plot="{name}" ', 1)

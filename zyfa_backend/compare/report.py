@@ -17,23 +17,23 @@ POSITION = (
     "A line that rises to the right means that the error grows with the context."
 )
 DISTRIBUTION = (
-    "For every KL on the horizontal axis, the share of tokens that are further from the baseline than that. A mean hides "
-    "whether all tokens are a little off or few are far off: the right end of the curves shows the latter."
+    "For every KL on the horizontal axis, the share of tokens that are further from the baseline than that. A mean "
+    "hides whether all tokens are a little off or few are far off: the right end of the curves shows the latter."
 )
 DIVERGENCE = (
-    "Share of prompts whose greedy continuation is still equal to the baseline's after so many tokens. The curve of the "
-    "noise band shows how fast two implementations without quantisation part."
+    "Share of prompts whose greedy continuation is still equal to the baseline's after so many tokens. The curve of "
+    "the noise band shows how fast two implementations without quantisation part."
 )
 TTFT = (
-    "One dot per prompt, the bar is the median. One request at a time was sent, with prefix caching off and a fresh cache "
-    "salt each, so every prompt was computed in full."
+    "One dot per prompt, the bar is the median. One request at a time was sent, with prefix caching off and a fresh "
+    "cache salt each, so every prompt was computed in full."
 )
 
 
 def render(results: dict[str, Any], series: dict[str, Series]) -> str:
     """The report as HTML text. Everything a browser needs is in it; no address is loaded."""
     names = list(series)
-    swatches = {name: f'<span class="swatch" style="background:{plots.style(name, names)[0]}"></span>' for name in names}
+    colours = {name: plots.style(name, names)[0] for name in names}
     template = resources.files(__package__).joinpath("templates", "report.html").read_text(encoding="utf-8")
     compared = len(series) > 1
     nothing = "<p>No variant besides the baseline was measured.</p>"
@@ -44,7 +44,7 @@ def render(results: dict[str, Any], series: dict[str, Series]) -> str:
         summary=_summary(results),
         command=escape(results["command"]),
         heads="".join(f"<th>{escape(c.title)}<small>{escape(c.unit)}</small></th>" for c in COLUMNS),
-        rows="\n".join(_row(row, swatches[row["name"]]) for row in results["variants"]),
+        rows="\n".join(_row(row, colours[row["name"]]) for row in results["variants"]),
         remarks="\n".join(f"<li>{escape(line)}</li>" for line in remarks(results)),
         failures="".join(_failure(failure) for failure in results["failures"]),
         explain_position=POSITION,
@@ -72,12 +72,13 @@ def _summary(results: dict[str, Any]) -> str:
     return " ".join(said) or "No variant besides the baseline was measured."
 
 
-def _row(row: dict[str, Any], swatch: str) -> str:
+def _row(row: dict[str, Any], colour: str) -> str:
     cells = []
     for column in COLUMNS:
         interval = interval_of(row, column)
         small = f"<small>{escape(interval)}</small>" if interval else ""
         cells.append(f"<td>{escape(value_of(row, column))}{small}</td>")
+    swatch = f'<span class="swatch" style="background:{colour}"></span>'
     return f'<tr><td class="name">{swatch}{escape(row["name"])}</td>{"".join(cells)}</tr>'
 
 
@@ -101,16 +102,17 @@ def _method(results: dict[str, Any]) -> str:
     settings, text, bootstrap = results["settings"], results["text"], results["bootstrap"]
     items = [
         f"Text: {text['name']}, {text['tokens']:,} tokens (SHA-256 of its UTF-8 {text['sha256'][:16]}…). Scored were "
-        f"{settings['scored_tokens']:,} tokens in {settings['windows']} windows of up to {settings['context']:,} tokens, "
-        "spread evenly over the text; every window was one request, and every server got the same token ids.",
-        f"KL(baseline ‖ variant) per token over the tokens in both servers' top {settings['top_k']} (and the text's own "
-        "token) plus one bucket for the rest. Merging outcomes can only lower a KL divergence, so this is a lower bound; "
-        "what the servers list are log-probabilities of the prompt, that is, of prefill.",
+        f"{settings['scored_tokens']:,} tokens in {settings['windows']} windows of up to {settings['context']:,} "
+        "tokens, spread evenly over the text; every window was one request, and every server got the same token ids.",
+        f"KL(baseline ‖ variant) per token over the tokens in both servers' top {settings['top_k']} (and the text's "
+        "own token) plus one bucket for the rest. Merging outcomes can only lower a KL divergence, so this is a lower "
+        "bound; what the servers list are log-probabilities of the prompt, that is, of prefill.",
         f"Continuations: {settings['prompts']} prompts of {settings['prompt_tokens']:,} tokens from the same text, "
         f"{settings['max_tokens']} tokens each at temperature 0, not stopping at the end-of-text token.",
         f"Intervals: {bootstrap['interval']} of {bootstrap['resamples']:,} bootstrap resamples of "
-        f"{bootstrap['token_unit']} ({bootstrap['token_blocks']} of them) for KL, perplexity and top-1 agreement, and of "
-        "whole prompts for the other columns. Neighbouring tokens share their context, so single tokens are not resampled.",
+        f"{bootstrap['token_unit']} ({bootstrap['token_blocks']} of them) for KL, perplexity and top-1 agreement, and "
+        "of whole prompts for the other columns. Neighbouring tokens share their context, so single tokens are not "
+        "resampled.",
     ]
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 

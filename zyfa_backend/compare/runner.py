@@ -203,8 +203,8 @@ class Run:
         kernels = read_kernels(stats)
         if variant.uses_zyfa and not kernels:
             raise RunError(
-                f"the server ran no ZYFA kernel (it wrote no counters to {stats}): is zyfa installed in the environment "
-                f"of {server.command[0]}? `zyfa doctor` tells\n  command: {command}"
+                f"the server ran no ZYFA kernel (it wrote no counters to {stats}): is zyfa installed in the "
+                f"environment of {server.command[0]}? `zyfa doctor` tells\n  command: {command}"
             )
         return Measurement(
             **answers,

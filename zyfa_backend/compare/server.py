@@ -22,6 +22,9 @@ GRACE_S = 30.0
 # Settings of ZYFA and the server's own credentials never leak from the user's shell into the baseline's server.
 PRIVATE = ("VLLM_ATTENTION_BACKEND", "VLLM_API_KEY")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# What vLLM writes before each line of a traceback: "(Worker pid=1) ERROR 12-01 21:38:57 [executor.py:953] ".
+LOG_PREFIX = re.compile(r"^(\(\w[^)]*\) )?((DEBUG|INFO|WARNING|ERROR) \S+ \S+ \[[^\]]*\] )?")
+EXCEPTION = re.compile(r"^([\w.]+\.)?\w*(Error|Exception|Refused|Unsupported)\b: \S")
 
 
 class ServerError(RuntimeError):
@@ -158,7 +161,9 @@ class Server:
 
     def describe(self, what: str) -> str:
         shown = "\n".join(f"  | {line}" for line in self.tail()) or "  | (its log is empty)"
-        return f"the server {what}\n  command: {self.shell_line()}\n  last lines of {self.log}:\n{shown}"
+        first = first_exception(self.log_text())
+        cause = f"\n  first error in its log: {first}" if first else ""
+        return f"the server {what}{cause}\n  command: {self.shell_line()}\n  last lines of {self.log}:\n{shown}"
 
     def shell_line(self) -> str:
         """The command with what its environment adds to the caller's, to be pasted into a shell."""
@@ -200,6 +205,15 @@ def _wait_for_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
         except ProcessLookupError:
             return
         time.sleep(0.1)
+
+
+def first_exception(log: str) -> str | None:
+    """The first exception in a log: processes of vLLM die one after another, and the last lines only say that."""
+    for line in log.splitlines():
+        message = LOG_PREFIX.sub("", line)
+        if EXCEPTION.match(message):
+            return message
+    return None
 
 
 def attention_backend(log: str) -> str:

@@ -149,7 +149,8 @@ class Store:
         np.savez(part, **arrays)
         os.replace(part, folder / "measurement.npz")
         about = {name: getattr(measurement, name) for name in _SCALARS}
-        self.write_json(f"variants/{variant}/measurement.json", {"key": key, "windows": len(measurement.scores), **about})
+        about |= {"key": key, "windows": len(measurement.scores)}
+        self.write_json(f"variants/{variant}/measurement.json", about)
 
     def write_json(self, name: str, document: Any) -> Path:
         return self.write_text(name, json.dumps(document, indent=1, allow_nan=False) + "\n")

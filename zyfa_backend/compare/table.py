@@ -17,6 +17,7 @@ class Column:
     title: str
     unit: str
     write: Callable[[float], str]
+    group: str
     meaning: str
 
 
@@ -34,45 +35,52 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
+TEXT, PROMPTS = "on the text", "continuing prompts"
+
 COLUMNS = (
     Column(
         "kl",
         "KL",
         "nats/token",
         significant,
-        "How far the variant's next-token distribution is from the baseline's, averaged over the scored tokens: 0 means "
-        "equal. It is computed over the tokens that both servers list plus one bucket for all others, which makes it a "
-        "lower bound of the divergence over the whole vocabulary.",
+        TEXT,
+        "How far the variant's next-token distribution is from the baseline's, averaged over the scored tokens: 0 "
+        "means equal. It is computed over the tokens that both servers list plus one bucket for all others, which makes "
+        "it a lower bound of the divergence over the whole vocabulary.",
     ),
     Column(
         "kl_over_noise",
         "KL ÷ noise",
         "×",
         significant,
-        "The same KL as a multiple of the noise band's upper end. At 1 the variant is no further from the baseline than "
-        "another implementation without quantisation is.",
+        TEXT,
+        "The same KL as a multiple of the noise band's upper end. At 1 the variant is no further from the baseline "
+        "than another implementation without quantisation is.",
     ),
     Column(
         "perplexity",
         "Perplexity",
         "",
         lambda value: f"{value:.2f}" if value < 1000 else f"{value:.0f}",
-        "exp of the mean negative log-probability of the text's own tokens: the lower, the better the model predicts the "
-        "text. It depends on the text and the tokenizer, so only the differences between the rows mean something.",
+        TEXT,
+        "exp of the mean negative log-probability of the text's own tokens: the lower, the better the model predicts "
+        "the text. It depends on the text and the tokenizer, so only the differences between the rows mean something.",
     ),
     Column(
         "perplexity_ratio",
-        "÷ baseline",
+        "PPL ÷ baseline",
         "",
         lambda value: f"{value:.4f}",
-        "The variant's perplexity over the baseline's on the same tokens. The interval is of the ratio itself, so it is "
-        "much narrower than the two perplexities' own.",
+        TEXT,
+        "The variant's perplexity over the baseline's on the same tokens. The interval is of the ratio itself, so it "
+        "is much narrower than the two perplexities' own.",
     ),
     Column(
         "top1_agreement",
         "Top-1 agreement",
         "",
         percent,
+        TEXT,
         "Share of positions of the text where both servers find the same token most likely. The text is fixed, so one "
         "difference does not cause the next.",
     ),
@@ -81,6 +89,7 @@ COLUMNS = (
         "Greedy agreement",
         "",
         percent,
+        PROMPTS,
         "Share of equal tokens, place by place, when both servers continue the same prompts greedily. After a first "
         "difference the continuations go their own ways, so this falls much faster than the KL grows.",
     ),
@@ -89,6 +98,7 @@ COLUMNS = (
         "First difference",
         "tokens",
         lambda value: f"{value:.1f}",
+        PROMPTS,
         "Number of equal tokens before the first different one, averaged over the prompts. A continuation without any "
         "difference counts as its full length.",
     ),
@@ -97,6 +107,7 @@ COLUMNS = (
         "TTFT",
         "s",
         significant,
+        PROMPTS,
         "Median time from sending a prompt to its first token, one request at a time, with nothing cached. Prompts all "
         "have the same length, and a first request is discarded as warm-up.",
     ),

@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Token ids that every variant gets: windows to score, prompts to continue. Each begins with the model's BOS, if any."""
+    """Token ids that every variant gets: windows to score and prompts to continue, with the model's BOS, if any."""
 
     windows: list[list[int]]
     prompts: list[list[int]]

@@ -36,7 +36,10 @@ def _zyfa(name: str, what: str) -> Variant:
 
 
 UNQUANTISED = Variant(
-    NOISE, {BACKEND_VARIABLE: "ZYFA"}, ("--kv-cache-dtype", "auto"), what="ZYFA with quantisation off, as the noise band"
+    NOISE,
+    {BACKEND_VARIABLE: "ZYFA"},
+    ("--kv-cache-dtype", "auto"),
+    what="ZYFA with quantisation off, as the noise band",
 )
 
 KNOWN: dict[str, Variant] = {
@@ -79,7 +82,7 @@ def select(names: list[str], defined: list[str], urls: list[str]) -> list[Varian
 def parse_definition(text: str) -> Variant:
     """`NAME=VARIABLE=VALUE … --flag …`: a shell line of environment settings and server arguments."""
     name, separator, line = text.partition("=")
-    _check_name(name, text, separator, "--define 'NAME=VLLM_ATTENTION_BACKEND=ZYFA ZYFA_CONFIG=lean --kv-cache-dtype fp8'")
+    _check_name(name, text, separator, "--define 'NAME=VARIABLE=VALUE … --flag …'")
     try:
         words = shlex.split(line)
     except ValueError as error:
