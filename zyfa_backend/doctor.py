@@ -96,7 +96,7 @@ def check_engine(engine: Engine, environ: Mapping[str, str] | None = None) -> Ch
     elif not engine.first <= _release(installed) < engine.below:
         problems.append(f"{engine.name} {installed} is outside of the supported range {engine.supported}")
     elif _version(engine.name) is None:
-        problems.append(f"the distribution is named {engine.name}-cpu, but the engine looks for one named {engine.name}")
+        problems.append(f"the distribution is {engine.name}-cpu, but the engine looks for one named {engine.name}")
     error, output = _probe(engine)
     if error:
         problems.append(f"import fails: {error}")

@@ -139,7 +139,7 @@ class Store:
             return Measurement(scores, arrays["continuations"], arrays["ttft_s"], **about)
 
     def save(self, variant: str, key: str, measurement: Measurement) -> None:
-        arrays = {"continuations": measurement.continuations, "ttft_s": measurement.ttft_s}
+        arrays: dict[str, Any] = {"continuations": measurement.continuations, "ttft_s": measurement.ttft_s}
         for index, score in enumerate(measurement.scores):
             arrays |= {f"ids{index}": score.ids, f"logprobs{index}": score.logprobs, f"actual{index}": score.actual}
         folder = self.folder(variant)

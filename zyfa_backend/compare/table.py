@@ -45,8 +45,8 @@ COLUMNS = (
         significant,
         TEXT,
         "How far the variant's next-token distribution is from the baseline's, averaged over the scored tokens: 0 "
-        "means equal. It is computed over the tokens that both servers list plus one bucket for all others, which makes "
-        "it a lower bound of the divergence over the whole vocabulary.",
+        "means equal. It is computed over the tokens that both servers list plus one bucket for all others: "
+        "a lower bound of the divergence over the whole vocabulary.",
     ),
     Column(
         "kl_over_noise",

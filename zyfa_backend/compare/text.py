@@ -75,7 +75,7 @@ def cut_prompts(ids: list[int], bos: list[int], count: int, length: int) -> list
     if body < 1:
         raise TextError(f"a prompt of {length} tokens is too short")
     room = len(ids) - body
-    if room < count - 1:
+    if room < count:
         raise TextError(
             f"the text has {len(ids)} tokens, too few for {count} prompts of {length}; "
             f"give a longer text, fewer --prompts or fewer --prompt-tokens"
