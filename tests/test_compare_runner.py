@@ -109,6 +109,15 @@ def test_noise_band_and_kernels_from_the_counters(fake, capsys):
     assert noise["kernel"] == "CPU_ATTN"
 
 
+def test_without_prompts_the_text_alone_is_compared(fake, tmp_path, capsys):
+    assert fake("--json", "--prompts=0", f"--define={NOISY}", "--variants=noisy") == 0
+    row = json.loads(capsys.readouterr().out)["variants"][1]
+    assert row["kl"] > 0.01
+    assert row["token_agreement"] is row["first_divergence"] is row["ttft_s"] is None
+    assert fake("--prompts=0", f"--define={NOISY}", "--variants=noisy") == 0  # and can be kept
+    assert len(starts(tmp_path)) == 2
+
+
 def test_bos_begins_every_window_and_prompt(fake, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_BOS", "1")
     assert fake("--json", "--variants=baseline") == 0
