@@ -166,7 +166,7 @@ def e4m3_encode(x: torch.Tensor) -> torch.Tensor:
 
 def e4m3_decode(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of e4m3fn bytes (uint8) in dtype (fp32, fp16 and bf16 hold them exactly); NaN codes become NaN."""
-    out = _e4m3_over_256(data).to(dtype).mul_(256)
+    out = e4m3_over_256(data).to(dtype).mul_(256)
     return out if is_finite(data, "fp8_e4m3") else out.masked_fill_((data & 0x7F) == 0x7F, torch.nan)
 
 
@@ -187,7 +187,7 @@ def unpack(data: torch.Tensor, format: str) -> tuple[torch.Tensor, float]:
     The factor, a power of two, saves a pass over the data where it can be folded into another scale.
     """
     if format == "fp8_e4m3":
-        out = _e4m3_over_256(data).float()
+        out = e4m3_over_256(data).float()
         return (out if is_finite(data, format) else out.masked_fill_((data & 0x7F) == 0x7F, torch.nan)), 256.0
     out = data.float()
     if format == "int8" and not is_finite(data, format):
@@ -195,7 +195,7 @@ def unpack(data: torch.Tensor, format: str) -> tuple[torch.Tensor, float]:
     return out, 1.0
 
 
-def _e4m3_over_256(data: torch.Tensor) -> torch.Tensor:
+def e4m3_over_256(data: torch.Tensor) -> torch.Tensor:
     """fp16 of value/256 for e4m3fn bytes, by moving bits: fp16's exponent bias is larger by 8. NaN codes read ±1.875.
 
     torch's own cast from float8_e4m3fn converts one element at a time on a CPU and takes 15 times as long.
