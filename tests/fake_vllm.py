@@ -117,8 +117,8 @@ def main() -> None:
         if not os.environ.get("FAKE_NO_STATS"):
             for pid, calls in ((1, 30), (2, 12)):
                 with open(f"{stats}/stats-{pid}.json", "w") as stream:
-                    kernels = {"fake/decode": {"calls": 5, "tokens": 5}, "fake/prefill": {"calls": calls, "tokens": 100}}
-                    json.dump({"pid": pid, "kernels": kernels}, stream)
+                    prefill, decode = {"calls": calls, "tokens": 100}, {"calls": 5, "tokens": 5}
+                    json.dump({"pid": pid, "kernels": {"fake/decode": decode, "fake/prefill": prefill}}, stream)
     print("INFO 12-01 21:24:38 [cpu_worker.py:260] fake", flush=True)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

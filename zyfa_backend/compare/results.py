@@ -53,14 +53,12 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
             "seconds": round(measurement.seconds, 1),
             "command": measurement.command,
         }
-        divergence = metrics.first_divergence(baseline.continuations, measurement.continuations)
-        compared = name != BASELINE and len(divergence) > 0
-        series[name] = Series(
-            kl=kl,
-            positions=np.concatenate([np.arange(1, length + 1) for length in windows]),
-            survival=metrics.surviving(divergence, run.settings.max_tokens) if compared else None,
-            ttft_s=measurement.ttft_s,
-        )
+        survival = None
+        if name != BASELINE and run.settings.prompts:
+            divergence = metrics.first_divergence(baseline.continuations, measurement.continuations)
+            survival = metrics.surviving(divergence, run.settings.max_tokens)
+        positions = np.concatenate([np.arange(1, length + 1) for length in windows])
+        series[name] = Series(kl, positions, survival, measurement.ttft_s)
     noise = _noise_band(rows.get(NOISE))
     for row in rows.values():
         over = row["kl"] / noise["upper"] if noise and noise["upper"] > 0 and row["name"] != BASELINE else None

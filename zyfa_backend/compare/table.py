@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,12 @@ class Column:
 
 
 def significant(value: float) -> str:
-    """Three significant digits, without an exponent between 0.0001 and 100000."""
+    """Three significant digits, without an exponent between a millionth and 100,000."""
     if value == 0:
         return "0"
-    text = f"{value:#.3g}"
-    if "e" in text and 1e-6 < abs(value) < 1e-4:
-        return f"{value:.7f}".rstrip("0")
-    return text.rstrip(".")
+    if not 1e-6 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def percent(value: float) -> str:
