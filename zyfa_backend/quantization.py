@@ -20,11 +20,13 @@ import torch
 
 from zyfa_backend.config import QK_FORMATS, AttentionConfig
 from zyfa_backend.rotation import CHUNK, rotate
+from zyfa_backend.workspace import buffer
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 INT8_NAN = -128
 _SMALLEST_NORMAL = 2.0**-126
+_UNPACK_CHUNK = 1 << 18  # elements
 _DTYPE = {"fp8_e4m3": torch.uint8, "int8": torch.int8}
 _LARGEST = {"fp8_e4m3": E4M3_MAX, "int8": INT8_MAX}
 # Beyond these a value is more than half a step above the largest code: clamping changed it, not rounding.
@@ -165,43 +167,58 @@ def e4m3_encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def e4m3_decode(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of e4m3fn bytes (uint8) in dtype (fp32, fp16 and bf16 hold them exactly); NaN codes become NaN."""
-    out = e4m3_over_256(data).to(dtype).mul_(256)
-    return out if is_finite(data, "fp8_e4m3") else out.masked_fill_((data & 0x7F) == 0x7F, torch.nan)
-
-
-def is_finite(data: torch.Tensor, format: str) -> bool:
-    """Whether `data` holds neither a NaN (code) nor an infinity. For format "none" False may also mean a large sum."""
-    if data.numel() == 0:
-        return True
-    if format == "fp8_e4m3":
-        return int((data & 0x7F).amax()) != 0x7F
-    if format == "int8":
-        return int(data.amin()) != INT8_NAN
-    return bool(torch.isfinite(data.sum(dtype=torch.float32)))
+    """Values of e4m3fn bytes (uint8, any shape) in dtype (fp32, fp16 and bf16 hold them exactly); NaN stays NaN."""
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    factor, _ = unpack_into(out, data, "fp8_e4m3")
+    return out.mul_(factor)
 
 
 def unpack(data: torch.Tensor, format: str) -> tuple[torch.Tensor, float]:
-    """(values fp32, factor): the values of `data` before the scale are values · factor; NaN codes become NaN.
+    """(values fp32, factor) with the values of `data`, before the scale, equal to values · factor."""
+    out = torch.empty(data.shape, dtype=torch.float32, device=data.device)
+    return out, unpack_into(out, data, format)[0]
 
-    The factor, a power of two, saves a pass over the data where it can be folded into another scale.
+
+def unpack_into(out: torch.Tensor, data: torch.Tensor, format: str) -> tuple[float, bool]:
+    """Writes the values of `data`, before the scale and divided by a power of two, to `out`.
+
+    out: floating dtype, data's shape, any strides. NaN (codes) become NaN.
+    Returns (factor, finite): values are out · factor, which saves a pass where the factor can be folded into a scale;
+    finite tells that all of them are (for format "none" it may also be False because their sum is not).
     """
-    if format == "fp8_e4m3":
-        out = e4m3_over_256(data).float()
-        return (out if is_finite(data, format) else out.masked_fill_((data & 0x7F) == 0x7F, torch.nan)), 256.0
-    out = data.float()
-    if format == "int8" and not is_finite(data, format):
-        out.masked_fill_(data == INT8_NAN, torch.nan)
-    return out, 1.0
+    if format == "none":
+        out.copy_(data)
+        return 1.0, bool(torch.isfinite(out.sum()))
+    if format == "int8":
+        out.copy_(data)
+        finite = data.numel() == 0 or int(data.amin()) != INT8_NAN
+        if not finite:
+            out.masked_fill_(data == INT8_NAN, torch.nan)
+        return 1.0, finite
+    step = max(1, _UNPACK_CHUNK // max(1, data[:1].numel()))
+    finite = True
+    for start in range(0, data.shape[0], step):
+        finite &= _unpack_e4m3(out[start : start + step], data[start : start + step])
+    if not finite:
+        out.masked_fill_((data & 0x7F) == 0x7F, torch.nan)
+    return 256.0, finite
 
 
-def e4m3_over_256(data: torch.Tensor) -> torch.Tensor:
+def _unpack_e4m3(out: torch.Tensor, data: torch.Tensor) -> bool:
+    """Value/256 of e4m3fn bytes into out, NaN codes as ±1.875; returns whether there is none."""
+    out.copy_(e4m3_over_256(data, buffer("codes", data.shape, torch.int16, data.device)))
+    return int(data.view(torch.int8).amax()) != 0x7F and int(data.amax()) != 0xFF
+
+
+def e4m3_over_256(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """fp16 of value/256 for e4m3fn bytes, by moving bits: fp16's exponent bias is larger by 8. NaN codes read ±1.875.
 
-    torch's own cast from float8_e4m3fn converts one element at a time on a CPU and takes 15 times as long.
+    out: int16 of data's shape to work in. torch's own cast from float8_e4m3fn converts one element at a time on a CPU
+    and takes 15 times as long.
     """
-    bits = data.view(torch.int8).to(torch.int16)  # sign-extended: times 128 puts the sign into bits 15 and 14
-    return bits.mul_(128).bitwise_and_(~0x4000).view(torch.float16)
+    signed = data.view(torch.int8)
+    bits = signed.to(torch.int16) if out is None else out.copy_(signed)
+    return bits.mul_(128).bitwise_and_(~0x4000).view(torch.float16)  # sign-extended: the sign is in bits 15 and 14
 
 
 def _chunks(x: torch.Tensor) -> Iterator[slice]:

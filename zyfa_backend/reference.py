@@ -13,7 +13,7 @@ import torch
 
 from zyfa_backend.config import BLOCK, LEAN, AttentionConfig
 from zyfa_backend.products import products
-from zyfa_backend.quantization import Quantized, calibrate_scale, is_finite, quantize_kv, quantize_q, unpack
+from zyfa_backend.quantization import Quantized, calibrate_scale, quantize_kv, quantize_q, unpack, unpack_into
 from zyfa_backend.reference_checks import (
     AttentionError,
     check_operands,
@@ -32,6 +32,7 @@ from zyfa_backend.reference_tiles import (
     rescale,
     split_poison,
 )
+from zyfa_backend.workspace import buffer
 
 __all__ = ["AttentionError", "attend", "attention", "decode", "gather", "merge_states"]
 
@@ -119,13 +120,13 @@ def attend(
     tile = query_tile(hq)
     padded = -(-max(tk, 1) // max(tile, _ALIGN)) * max(tile, _ALIGN)
     queries, q_factor = unpack(q.data, q.format)
-    keys, k_factor = _head_major(k, padded)
-    values, v_factor = _head_major(v, padded)
-    bad = None if is_finite(v.data, v.format) else split_poison(values)
+    keys, k_factor, _ = _head_major(k, padded, "keys")
+    values, v_factor, v_finite = _head_major(v, padded, "values")
+    bad = None if v_finite else split_poison(values)
     # x = c · (q·k), in log2 units
     c = q.scale * (per_q_head(k.scale, hq, hkv) * (softmax_scale * LOG2E)) * q_factor * k_factor
     v_scale = per_q_head(v.scale, hq, hkv).view(hkv, group, 1, 1) * v_factor
-    scratch, spare = torch.empty(2, hq * tile * PANEL, device=device).unbind()
+    scratch, spare = buffer("scores", (2, hq * tile * PANEL), torch.float32, device).unbind()
     for first in range(context // tile * tile, context + tq, tile):
         q_tile = _rows(queries, first - context, tile, hkv)
         c_tile = _rows(c.unsqueeze(-1), first - context, tile, hkv)
@@ -193,12 +194,13 @@ def _panels(first: int, tile: int, padded: int, causal: bool, window: int | None
         begin = stop
 
 
-def _head_major(x: Quantized, padded: int) -> tuple[torch.Tensor, float]:
-    """x's values [T, H, D] as fp32 [H, padded, D], zeros at the end, and their factor."""
-    values, factor = unpack(x.data, x.format)
-    out = values.new_zeros(values.shape[1], padded, values.shape[2])
-    out[:, : values.shape[0]] = values.transpose(0, 1)
-    return out, factor
+def _head_major(x: Quantized, padded: int, name: str) -> tuple[torch.Tensor, float, bool]:
+    """x's values [T, H, D] as fp32 [H, padded, D], zeros at the end; their factor; whether all are finite."""
+    tokens, heads, dim = x.data.shape
+    out = buffer(name, (heads, padded, dim), torch.float32, x.data.device)
+    out[:, tokens:] = 0
+    factor, finite = unpack_into(out[:, :tokens].transpose(0, 1), x.data, x.format)
+    return out, factor, finite
 
 
 def _rows(x: torch.Tensor, start: int, tile: int, hkv: int) -> torch.Tensor:

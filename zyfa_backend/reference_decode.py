@@ -7,10 +7,13 @@ on what else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
 from zyfa_backend.config import BLOCK, LEAN, AttentionConfig
-from zyfa_backend.quantization import is_finite, quantize_q, unpack
+from zyfa_backend.quantization import quantize_q, unpack, unpack_into
 from zyfa_backend.reference_checks import AttentionError, check_cache, check_scalars
 from zyfa_backend.reference_tiles import (
     LOG2E,
@@ -21,6 +24,9 @@ from zyfa_backend.reference_tiles import (
     poison,
     split_poison,
 )
+from zyfa_backend.workspace import buffer
+
+_PANEL_ELEMENTS = 1 << 19  # of K or V dequantised at a time
 
 
 def decode(
@@ -62,9 +68,8 @@ def decode(
     m = torch.full_like(denominator, -torch.inf)
     for b, length in enumerate(lengths):
         begin = 0 if window is None else max(0, length - q_len - window) // (2 * BLOCK) * (2 * BLOCK)
-        keys = _stored(k_cache, block_table[b], begin, length, config.qk_format)
-        values = _stored(v_cache, block_table[b], begin, length, config.v_format)
-        state = _attend_stored(queries[b], c[b], keys, values, m[b], begin, q_len, window, config)
+        k_stored, v_stored = (_Stored(cache, block_table[b], begin, length) for cache in (k_cache, v_cache))
+        state = _attend_stored(queries[b], c[b], k_stored, v_stored, m[b], q_len, window, config)
         numerator[b], denominator[b], m[b] = state
     shape = (len(lengths), hkv, group, q_len)
     scale = per_q_head(_as_scale(v_scale, q), hq, hkv).view(hkv, group, 1, 1)
@@ -88,42 +93,60 @@ def gather(cache: torch.Tensor, block_table_row: torch.Tensor, length: int) -> t
     return picked.view(-1, *cache.shape[2:])[:length]
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Tokens begin … end of a sequence in a cache."""
+
+    cache: torch.Tensor
+    row: torch.Tensor
+    begin: int
+    end: int
+
+    def panels(self, format: str, name: str) -> Iterator[tuple[slice, torch.Tensor, float, bool]]:
+        """(positions from `begin` on, values fp32 [n, Hkv, D], factor, finite) piece by piece, each in one buffer."""
+        block_size, hkv, dim = self.cache.shape[1:]
+        step = max(1, _PANEL_ELEMENTS // (block_size * hkv * dim))
+        for first in range(self.begin // block_size, -(-self.end // block_size), step):
+            ids = self.row[first : min(first + step, -(-self.end // block_size))]
+            stored = buffer("stored", (ids.shape[0], *self.cache.shape[1:]), self.cache.dtype, self.cache.device)
+            torch.index_select(self.cache, 0, ids, out=stored)
+            start, stop = max(first * block_size, self.begin), min((first + step) * block_size, self.end)
+            tokens = stored.view(-1, hkv, dim)[start - first * block_size : stop - first * block_size]
+            values = buffer(name, tokens.shape, torch.float32, tokens.device)
+            factor, finite = unpack_into(values, tokens.view(torch.int8) if format == "int8" else tokens, format)
+            yield slice(start - self.begin, stop - self.begin), values, factor, finite
+
+
 def _attend_stored(
     queries: torch.Tensor,
     c: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    k_stored: _Stored,
+    v_stored: _Stored,
     m: torch.Tensor,
-    begin: int,
     q_len: int,
     window: int | None,
     config: AttentionConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(numerator, denominator, m') of queries [Hkv, R, D] over stored keys [n, Hkv, D] that start at `begin`."""
-    n = keys.shape[0]
-    k, k_factor = unpack(keys, config.qk_format)
-    v, v_factor = unpack(values, config.v_format)
-    x = torch.empty(*queries.shape[:2], -(-n // config.tile) * config.tile, device=queries.device)
-    torch.mul(torch.bmm(queries, k.permute(1, 2, 0)), c * k_factor, out=x[..., :n])
+    """(numerator, denominator, m') of queries [Hkv, R, D] over the stored keys; c: [Hkv, R, 1]."""
+    begin, end = k_stored.begin, k_stored.end
+    n = end - begin
+    x, spare = buffer(
+        "decode scores", (2, *queries.shape[:2], -(-n // config.tile) * config.tile), torch.float32, queries.device
+    ).unbind()
+    for span, keys, factor, _ in k_stored.panels(config.qk_format, "decode keys"):
+        torch.mul(torch.bmm(queries, keys.permute(1, 2, 0)), c * factor, out=x[..., span])
     x[..., n:].fill_(-torch.inf)
-    live = mask_scores(x[..., :n].unflatten(1, (-1, q_len)), begin + n - q_len, begin, begin + n, True, window)
-    p, factor, m_after = block_probabilities(x, m, config, torch.empty_like(x).view(-1))
-    p.mul_(factor.unsqueeze(-1))
-    denominator = x.sum(-1)
-    v = v.transpose(0, 1)
-    bad = None if is_finite(values, config.v_format) else split_poison(v)
-    numerator = torch.bmm(x[..., :n], v).mul_(v_factor)
-    if bad is not None:
-        poison(numerator.unflatten(1, (-1, q_len)), bad, live)
-    return numerator, denominator, m_after
-
-
-def _stored(cache: torch.Tensor, row: torch.Tensor, begin: int, length: int, format: str) -> torch.Tensor:
-    """Tokens begin … length of a sequence [length - begin, Hkv, D], as stored."""
-    skipped = begin // cache.shape[1]
-    offset = skipped * cache.shape[1]
-    stored = gather(cache, row[skipped:], length - offset)[begin - offset :]
-    return stored.view(torch.int8) if format == "int8" else stored
+    live = mask_scores(x[..., :n].unflatten(1, (-1, q_len)), end - q_len, begin, end, True, window)
+    p, block_factor, m_after = block_probabilities(x, m, config, spare.view(-1))
+    p.mul_(block_factor.unsqueeze(-1))
+    numerator = torch.zeros(*queries.shape[:2], v_stored.cache.shape[3], device=queries.device)
+    for span, values, factor, finite in v_stored.panels(config.v_format, "decode values"):
+        by_head = values.transpose(0, 1)
+        bad = None if finite else split_poison(by_head)
+        numerator.add_(torch.bmm(x[..., span], by_head), alpha=factor)
+        if bad is not None:
+            poison(numerator.unflatten(1, (-1, q_len)), bad, None if live is None else live[:, span])
+    return numerator, x.sum(-1), m_after
 
 
 def _as_scale(scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
