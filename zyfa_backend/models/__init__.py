@@ -1,0 +1,1 @@
+"""Checkpoints for trying ZYFA without a download, and captures of what their attention sees."""
