@@ -12,7 +12,7 @@ import numpy as np
 
 from . import metrics, state
 from .metrics import Estimate, TopK
-from .runner import Outcome, Run
+from .runner import Outcome, Run, Settings
 from .state import Measurement
 from .variants import BASELINE, NOISE
 
@@ -44,7 +44,7 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
             "name": name,
             "kernel": measurement.kernel,
             "what": outcome.variants[name].what,
-            **_token_numbers(kl, reference, scores, blocks, run.settings.seed),
+            **_token_numbers(kl, reference, scores, blocks, run.settings),
             **_prompt_numbers(baseline, measurement, run.settings.seed),
             "kernels": measurement.kernels,
             "unlisted_mass": float(metrics.unlisted_mass(scores).mean()),
@@ -97,16 +97,20 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
 
 
 def _token_numbers(
-    kl: np.ndarray | None, reference: TopK, scores: TopK, blocks: np.ndarray, seed: int
+    kl: np.ndarray | None, reference: TopK, scores: TopK, blocks: np.ndarray, settings: Settings
 ) -> dict[str, Any]:
+    seed = settings.seed
     surprise = -scores.actual.astype(np.float64)
     extra = surprise + reference.actual.astype(np.float64)
     numbers: dict[str, Any] = {}
     if kl is None:
-        numbers |= {"kl": 0.0, "kl_interval": [0.0, 0.0], "kl_median": 0.0, "kl_p99": 0.0}
+        numbers |= {"kl": 0.0, "kl_interval": [0.0, 0.0], "kl_median": 0.0, "kl_p99": 0.0, "kl_half_list": 0.0}
     else:
+        half = max(1, settings.top_k // 2)
+        coarser = metrics.coarse_kl(reference.truncated(half), scores.truncated(half))
         numbers |= _named("kl", metrics.mean_over_blocks(kl, blocks, seed=seed))
         numbers |= {"kl_median": float(np.median(kl)), "kl_p99": float(np.percentile(kl, 99))}
+        numbers |= {"kl_half_list": float(coarser.mean())}  # how much the bound still grows with the list
     numbers |= _named("perplexity", metrics.mean_over_blocks(surprise, blocks, np.exp, seed))
     numbers |= _named("perplexity_ratio", metrics.mean_over_blocks(extra, blocks, np.exp, seed))
     same = metrics.same_most_likely(reference, scores).astype(np.float64)

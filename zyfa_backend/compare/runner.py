@@ -46,7 +46,7 @@ class Settings:
 
     tokens: int | None = None
     context: int | None = None
-    top_k: int = 100
+    top_k: int = 200
     prompts: int = 16
     prompt_tokens: int | None = None
     max_tokens: int = 64

@@ -147,10 +147,11 @@ def remarks(results: dict[str, Any]) -> list[str]:
     blocks = results["bootstrap"]["token_blocks"]
     if blocks < 16:
         said.append(f"Only {blocks} blocks of tokens: the intervals are rough, and more --tokens would help.")
-    mass = max(row["unlisted_mass"] for row in results["variants"])
+    top_k, mass = results["settings"]["top_k"], max(row["unlisted_mass"] for row in results["variants"])
+    growth = max((1 - row["kl_half_list"] / row["kl"] for row in results["variants"] if row["kl"] > 0), default=0.0)
     said.append(
-        f"KL over the top {results['settings']['top_k']} tokens and a rest bucket that holds {mass:.1%} of the "
-        f"probability on average: a lower bound" + ("; a larger --top-k is tighter." if mass > 0.1 else ".")
+        f"KL over the top {top_k} tokens and a rest bucket, which holds {mass:.1%} of the probability on average: a "
+        f"lower bound. From half that list it is up to {growth:.0%} lower; a larger --top-k brings it closer to the whole."
     )
     said += [f"{failure['name']} failed and is missing here." for failure in results["failures"]]
     return said
