@@ -151,7 +151,7 @@ def remarks(results: dict[str, Any]) -> list[str]:
     growth = max((1 - row["kl_half_list"] / row["kl"] for row in results["variants"] if row["kl"] > 0), default=0.0)
     said.append(
         f"KL over the top {top_k} tokens and a rest bucket, which holds {mass:.1%} of the probability on average: a "
-        f"lower bound. From half that list it is up to {growth:.0%} lower; a larger --top-k brings it closer to the whole."
+        f"lower bound. From half that list it is up to {growth:.0%} lower; a larger --top-k tightens it."
     )
     said += [f"{failure['name']} failed and is missing here." for failure in results["failures"]]
     return said
