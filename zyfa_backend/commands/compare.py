@@ -101,7 +101,7 @@ def compare(
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         chosen = select([name.strip() for name in variants.split(",") if name.strip()], define or [], url or [])
-        directory = out or Path("zyfa-results") / model.rstrip("/").rsplit("/", 1)[-1]
+        directory = out or Path("zyfa-results") / Path(model).resolve().name
         with _Display() as display:
             run = Run(
                 model=model,
