@@ -82,6 +82,7 @@ def kl_distribution(series: dict[str, Series]) -> str:
         axes.plot(ordered[shown], share[shown], dash, color=colour, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_xlim(left=1e-6)
     axes.legend(loc="lower left")
     return _svg(figure, "distribution")
 

@@ -79,7 +79,8 @@ def _row(row: dict[str, Any], colour: str) -> str:
         small = f"<small>{escape(interval)}</small>" if interval else ""
         cells.append(f"<td>{escape(value_of(row, column))}{small}</td>")
     swatch = f'<span class="swatch" style="background:{colour}"></span>'
-    return f'<tr><td class="name">{swatch}{escape(row["name"])}</td>{"".join(cells)}</tr>'
+    ran = f'<small class="kernel">{escape(row["kernel"])}</small>'
+    return f'<tr><td class="name">{swatch}{escape(row["name"])}{ran}</td>{"".join(cells)}</tr>'
 
 
 def _failure(failure: dict[str, str]) -> str:

@@ -141,7 +141,7 @@ def remarks(results: dict[str, Any]) -> list[str]:
         said.append("The noise band has no width: both baselines gave equal values, so no multiple is given.")
     else:
         said.append(
-            f"Noise band: KL of {NOISE} ({noise['kernel']}) from the baseline, {significant(noise['lower'])} – "
+            f"Noise band: the KL of {NOISE} from the baseline, {significant(noise['lower'])} – "
             f"{significant(noise['upper'])} nats/token; multiples are of its upper end."
         )
     blocks = results["bootstrap"]["token_blocks"]
