@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 96, 128, 192)
 # (qk_dim, v_dim) of the shapes with a name of their own.
 MLA_DIMS = (192, 128)
 PHASES = ("causal", "full", "decode")
-_WRITE_INTERVAL = 2.0
+_WRITE_DELAY = 0.1
 
 
 class Unsupported(ConfigError):
@@ -103,7 +103,8 @@ class Counters:
         self._kernels: dict[str, dict[str, int]] = {}
         self._events: dict[str, int] = {}
         self._directory: str | None = None
-        self._written = 0.0
+        self._changed = threading.Event()
+        self._writing = threading.Lock()
 
     def add(self, kernel: str, tokens: int) -> None:
         """Count one call of `kernel` over `tokens` query tokens."""
@@ -111,8 +112,7 @@ class Counters:
             entry = self._kernels.setdefault(kernel, {"calls": 0, "tokens": 0})
             entry["calls"] += 1
             entry["tokens"] += tokens
-        if self._directory and time.monotonic() - self._written > _WRITE_INTERVAL:
-            self.write()
+        self._changed.set()
 
     def event(self, name: str, count: int = 1) -> int:
         """Add to a named event (e.g. saturated values) and return its total."""
@@ -131,23 +131,32 @@ class Counters:
             self._events.clear()
 
     def write_to(self, directory: str) -> None:
-        """Write `stats-<pid>.json` to `directory` on exit and every few seconds while kernels run."""
-        if self._directory is None:
-            atexit.register(self.write)
+        """Keep `stats-<pid>.json` in `directory` up to date, from a thread, a tenth of a second behind."""
         os.makedirs(directory, exist_ok=True)
-        self._directory = directory
+        first, self._directory = self._directory is None, directory
+        if first:
+            # Engines die of SIGTERM without running exit handlers, so those alone would write nothing.
+            threading.Thread(target=self._follow, name="zyfa-stats", daemon=True).start()
+            atexit.register(self.write)
+
+    def _follow(self) -> None:
+        while True:
+            self._changed.wait()
+            time.sleep(_WRITE_DELAY)
+            self._changed.clear()
+            self.write()
 
     def write(self) -> None:
         """Write now, if a directory is set and any kernel ran. The file appears whole or not at all."""
         if not self._directory or not self._kernels:
             return
-        self._written = time.monotonic()
         path = os.path.join(self._directory, f"stats-{os.getpid()}.json")
         document = {"pid": os.getpid(), "command": sys.argv, **self.snapshot()}
         try:
-            with open(f"{path}.part", "w") as stream:
+            with self._writing, open(f"{path}.part", "w") as stream:
                 json.dump(document, stream, indent=1)
-            os.replace(f"{path}.part", path)
+                stream.flush()
+                os.replace(f"{path}.part", path)
         except OSError as error:
             print(f"zyfa: kernel counters could not be written to {path}: {error}", file=sys.stderr)
 
