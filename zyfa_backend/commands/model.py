@@ -1,43 +1,45 @@
-"""`zyfa model make`: checkpoints to try ZYFA with, without a download."""
+"""`zyfa model make`: a checkpoint to test or to measure with."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zyfa_backend.commands.common import Json, log, print_json
+from zyfa_backend.commands.common import Json, UserError, log, print_json
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="Checkpoints to try ZYFA with, made on the spot.", no_args_is_help=True)
-    group.command("make")(make)
-    group.command("list")(names)
+    group = typer.Typer(help="Checkpoints to test and measure with.", no_args_is_help=True)
+    group.command()(make)
     app.add_typer(group, name="model")
 
 
 def make(
-    name: Annotated[str, typer.Argument(help="tiny-mistral, tiny-qwen3, tiny-deepseek-v2, smollm2-hd128, …; see `list`.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it goes: a new or an empty directory.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="tiny-mistral, tiny-mistral-window, tiny-mistral-odd, tiny-qwen3, tiny-deepseek-v2, "
+            "tiny-deepseek-v2-dense (random weights) or smollm2-hd128 (SmolLM2-135M-Instruct)."
+        ),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; created, or an empty directory.")],
     json: Json = False,
 ) -> None:
-    """Write a Hugging Face checkpoint to DIR."""
-    from zyfa_backend.models.make import make as write
+    """Make a checkpoint in Hugging Face's format, without a download."""
+    from zyfa_backend.models.errors import ModelError
+    from zyfa_backend.models.make import make as build
 
-    made = write(name, directory)
+    log(f"making {name} in {directory}")
+    try:
+        made = build(name, directory)
+    except ModelError as error:
+        raise UserError(str(error)) from error
     if json:
-        print_json(dataclasses.asdict(made))
+        print_json(made)
     else:
-        log(f"{made.architecture}, head dimension {made.head_dim}: {made.path}")
-
-
-def names(json: Json = False) -> None:
-    """List the names that `make` knows."""
-    from zyfa_backend.models.make import NAMES
-
-    if json:
-        print_json({"models": list(NAMES)})
-    else:
-        print("\n".join(NAMES))
+        print(
+            f"{made['path']}: {made['architecture']}, {made['layers']} layers, {made['q_heads']} query and "
+            f"{made['kv_heads']} key-value heads, head dimension {made['head_dim']}"
+        )

@@ -20,6 +20,7 @@ from zyfa_backend.reference_tiles import (
     poison,
     split_poison,
 )
+from zyfa_backend.workspace import buffer
 
 _ALIGN = 128  # a multiple of every tile: reading from one on keeps a sequence's blocks aligned
 _LARGEST = {"fp8_e4m3": 448 / 256, "int8": 127}
@@ -60,13 +61,13 @@ def decode(
         begin = 0 if window is None else max(0, length - 1 - window) // _ALIGN * _ALIGN
         k, v, k_factor, v_factor = _read(kv_cache, block_table[row], begin, length, config, finite)
         n = length - begin
-        x = torch.empty(hkv, group, k.shape[1])
+        x, spare = buffer("decode scores", (2, hkv, group, k.shape[1]), torch.float32, q.device).unbind()
         for head, scores in enumerate(products(queries[row], k)):
             torch.mul(scores, c[row, head] * k_factor, out=x[head])
         x[..., n:].fill_(-torch.inf)
         live = mask_scores(x[..., :n].unsqueeze(2), length - 1, begin, length, True, window)
         m = torch.full((hkv, group), -torch.inf)
-        p, block_factor, m = block_probabilities(x, m, config, torch.empty_like(x).view(-1))
+        p, block_factor, m = block_probabilities(x, m, config, spare.view(-1))
         p.mul_(block_factor.unsqueeze(-1))
         bad = None if finite else split_poison(v)
         numerator = torch.empty(hkv, group, dim)
@@ -88,23 +89,28 @@ def _read(
     _, hkv, size, width = cache.shape
     skipped = begin // size
     first, stop = begin - skipped * size, length - skipped * size
-    stored = cache.index_select(0, row[skipped : -(-length // size)]).permute(1, 0, 2, 3)
+    ids = row[skipped : -(-length // size)]
+    stored = buffer("decode bytes", (ids.shape[0], *cache.shape[1:]), cache.dtype, cache.device)
+    stored = torch.index_select(cache, 0, ids, out=stored).permute(1, 0, 2, 3)
     padded = first + -(-(stop - first) // _ALIGN) * _ALIGN
     k_data, v_data = stored.split(width // 2, dim=-1)
     if config.qk_format == "int8":
         k_data = k_data.view(torch.int8)
-    k, k_factor = _dense(k_data, config.qk_format, padded, finite)
-    v, v_factor = _dense(v_data, config.v_format, padded, finite)
+    k, k_factor = _dense("decode K", k_data, config.qk_format, padded, finite)
+    v, v_factor = _dense("decode V", v_data, config.v_format, padded, finite)
     v[:, stop:] = 0
     return k[:, first:padded], v[:, first:padded], k_factor, v_factor
 
 
-def _dense(stored: torch.Tensor, form: str, padded: int, finite: bool) -> tuple[torch.Tensor, float]:
+def _dense(name: str, stored: torch.Tensor, form: str, padded: int, finite: bool) -> tuple[torch.Tensor, float]:
     """Values of stored [Hkv, blocks, block size, D] as fp32 [Hkv, padded or more, D], and the factor they lack."""
     hkv, blocks, size, dim = stored.shape
-    out = torch.empty(hkv, max(padded, blocks * size), dim)
+    out = buffer(name, (hkv, max(padded, blocks * size), dim), torch.float32, stored.device)
     held = out[:, : blocks * size].view(stored.shape)
-    held.copy_(e4m3_over_256(stored) if form == "fp8_e4m3" else stored)
+    if form == "fp8_e4m3":
+        held.copy_(e4m3_over_256(stored, buffer("decode codes", stored.shape, torch.int16, stored.device)))
+    else:
+        held.copy_(stored)
     if not finite and form != "none":
         # Only a NaN code reads as more than the largest value.
         held.masked_fill_(held.abs() > _LARGEST[form], torch.nan)

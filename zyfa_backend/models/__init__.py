@@ -1,1 +1,1 @@
-"""Checkpoints for trying ZYFA without a download, and captures of what their attention sees."""
+"""Checkpoints to test and measure with, and captures of a model's Q, K and V."""

