@@ -83,6 +83,9 @@ class ZyfaAttentionBackend(AttentionBackend):
             f"{', '.join(cls.supported_kv_cache_dtypes)})",
             "dtype not supported": f"dtype {kwargs.get('dtype')} (supported: {', '.join(DTYPES.values())})",
         }
+        if "attn_type" in kwargs:
+            kind = str(kwargs["attn_type"]).removeprefix("AttentionType.").lower()
+            detail[f"attention type {kwargs['attn_type']} not supported"] = f"attention type {kind}"
         return [detail.get(reason, reason) for reason in reasons]
 
 
