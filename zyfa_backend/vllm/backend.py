@@ -340,7 +340,7 @@ def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int
 
 def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
     """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
-    k, v = layer._k_scale_float, layer._v_scale_float
+    k, v = float(layer._k_scale_float), float(layer._v_scale_float)  # type: ignore[arg-type]
     return None if k == v == 1.0 else (k, v)
 
 
