@@ -80,9 +80,8 @@ def environment(venv: pathlib.Path) -> str:
 
 def packages(python: str, extras: str, stamp: pathlib.Path) -> str:
     """Install ZYFA with its extras, and the weights without what they depend on; skipped while nothing changed."""
-    wanted = json.dumps({
-        "project": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(), "extras": extras, "root": str(ROOT)
-    })
+    project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    wanted = json.dumps({"project": project, "extras": extras, "root": str(ROOT)})
     if stamp.exists() and stamp.read_text() == wanted:
         return "as asked for already"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

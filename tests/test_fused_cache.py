@@ -44,9 +44,10 @@ class Paged:
         self.q = torch.randn(len(lengths), HQ, DIM).bfloat16()
 
     def decode(self, window: int | None, finite: bool) -> torch.Tensor:
+        k_scale, v_scale = K_SCALE[self.config.qk_format], V_SCALE[self.config.v_format]
         return fused_cache.decode(
-            self.q, self.cache, self.table, self.lengths, k_scale=K_SCALE[self.config.qk_format],
-            v_scale=V_SCALE[self.config.v_format], softmax_scale=SCALE, window=window, config=self.config, finite=finite,
+            self.q, self.cache, self.table, self.lengths, k_scale=k_scale, v_scale=v_scale, softmax_scale=SCALE,
+            window=window, config=self.config, finite=finite,
         )
 
     def expected(self, window: int | None) -> torch.Tensor:

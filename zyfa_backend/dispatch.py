@@ -19,7 +19,7 @@ class Unsupported(ConfigError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides about a kernel: head dimensions, mask or phase, numerics, and the model's dtype (bf16, fp16, fp32)."""
+    """What decides about a kernel: head dimensions, mask or phase, numerics, the model's dtype (bf16, fp16, fp32)."""
 
     qk_dim: int
     v_dim: int

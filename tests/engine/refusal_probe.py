@@ -55,7 +55,8 @@ def attempt(path: Path, architecture: str, config) -> dict:
         llm = LLM(str(path), load_format="dummy", skip_tokenizer_init=decoder, enforce_eager=True, max_model_len=128)
         if decoder:
             params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
-            tokens = len(llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0].outputs[0].token_ids)
+            answer = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0]
+            tokens = len(answer.outputs[0].token_ids)
         else:
             tokens = len(llm.embed([{"prompt_token_ids": [5, 6, 7]}], use_tqdm=False))
         del llm

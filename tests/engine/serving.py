@@ -81,7 +81,9 @@ def parse(document: dict[str, Any], ids: list[int]) -> Answer:
 
 
 @contextlib.contextmanager
-def serve(model: Path, folder: Path, *args: str, env: dict[str, str] | None = None, name: str = "server") -> Iterator[Engine]:
+def serve(
+    model: Path, folder: Path, *args: str, env: dict[str, str] | None = None, name: str = "server"
+) -> Iterator[Engine]:
     """A `vllm serve` of `model` with `args` and `env`; its log and counters lie under `folder`/`name`."""
     place = folder / name
     place.mkdir(parents=True, exist_ok=True)

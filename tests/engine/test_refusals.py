@@ -76,7 +76,8 @@ print(json.dumps(found))
 
 
 def test_layer_properties_that_no_small_model_has() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], env={**os.environ, **ZYFA}, capture_output=True, text=True, timeout=200)
+    env = {**os.environ, **ZYFA}
+    done = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("has_sliding_window") == "zyfa_backend.vllm.backend.ZyfaAttentionBackend"

@@ -91,4 +91,5 @@ print(platform.get_attn_backend_cls(None, attn_selector_config=config))
 print(platform.get_mla_prefill_backend_cls(MLAPrefillSelectorConfig(torch.bfloat16)).get_name())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend", "CPU_SDPA_MLA"], done.stderr
+    own = ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend", "CPU_SDPA_MLA"]
+    assert done.stdout.split() == own, done.stderr

@@ -39,7 +39,7 @@ def capture(
     limit = getattr(loaded.config, "max_position_embeddings", tokens)
     if tokens > limit:
         raise ModelError(f"tokens={tokens} is more than the model's context of {limit}")
-    arrays: dict[str, numpy.ndarray] = {}
+    arrays: dict[str, Any] = {}
     _install(transformers, loaded, arrays, set(chosen))
     with torch.inference_mode():
         loaded.base_model(torch.tensor([ids]), use_cache=False)
@@ -79,7 +79,7 @@ def _layers(layers: Sequence[int] | None, count: int) -> list[int]:
     return sorted(set(layers))
 
 
-def _install(transformers: Any, model: Any, arrays: dict[str, numpy.ndarray], chosen: set[int]) -> None:
+def _install(transformers: Any, model: Any, arrays: dict[str, Any], chosen: set[int]) -> None:
     """Makes the model call an attention function that stores its operands, then computes as "sdpa" does."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask

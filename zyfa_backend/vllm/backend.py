@@ -83,6 +83,9 @@ class ZyfaAttentionBackend(AttentionBackend):
             f"{', '.join(cls.supported_kv_cache_dtypes)})",
             "dtype not supported": f"dtype {kwargs.get('dtype')} (supported: {', '.join(DTYPES.values())})",
         }
+        if "attn_type" in kwargs:
+            kind = str(kwargs["attn_type"]).removeprefix("AttentionType.").lower()
+            detail[f"attention type {kwargs['attn_type']} not supported"] = f"attention type {kind}"
         return [detail.get(reason, reason) for reason in reasons]
 
 
@@ -337,7 +340,7 @@ def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int
 
 def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
     """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
-    k, v = layer._k_scale_float, layer._v_scale_float
+    k, v = float(layer._k_scale_float), float(layer._v_scale_float)  # type: ignore[arg-type]
     return None if k == v == 1.0 else (k, v)
 
 

@@ -124,7 +124,7 @@ def layer_reasons(given: dict) -> list[str]:
 
 def leave_or_refuse(reasons: list[str], what: str) -> None:
     """Refuse `what` with its reasons, or log that the engine's backend serves it when ZYFA_FALLBACK=1."""
-    text = "; ".join(reason.replace("AttentionType.", "").lower() if "AttentionType" in reason else reason for reason in reasons)
+    text = "; ".join(reasons)
     if not settings.load().fallback:
         raise Unsupported(f"ZYFA does not serve {what}: {text}. {_FALLBACK_HINT}")
     _log_once(f"ZYFA_FALLBACK: the engine's backend serves {what}: {text}")
