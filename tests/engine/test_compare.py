@@ -17,7 +17,7 @@ from tests.engine.serving import counters, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-LAYERS, WINDOWS, PROMPTS, TOKENS = 2, 4, 24, 48
+LAYERS, WINDOWS, PROMPTS, TOKENS = 2, 4, 16, 32
 SETTINGS = ("--tokens=1200", "--context=300", f"--prompts={PROMPTS}", f"--max-tokens={TOKENS}", "--top-k=512")
 
 

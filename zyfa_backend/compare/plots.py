@@ -95,7 +95,7 @@ def divergence(series: dict[str, Series]) -> str:
             axes.step(np.arange(len(line.survival)), line.survival, dash, where="post", color=colour, label=name)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlim(left=0)
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
     return _svg(figure, "divergence")
 
 
