@@ -21,13 +21,13 @@ SUPPORTED_VLLM = ("0.32", "0.33")
 logger = logging.getLogger("vllm.zyfa")
 
 
+@functools.cache
 def register() -> None:
-    """Register once in this process; later calls return at once."""
+    """Register once in this process; later calls return at once, after a failure they fail again."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if NAME in AttentionBackendEnum.__members__:
-        return
-    _check_environment(list(AttentionBackendEnum.__members__))
+    # The member may be there already: a spawned process makes it when it unpickles its configuration.
+    _check_environment([name for name in AttentionBackendEnum.__members__ if name != NAME])
     backend_member(NAME)
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         from vllm.v1.attention.backends.registry import register_backend
