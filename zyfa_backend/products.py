@@ -16,7 +16,7 @@ def products(a: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
     """
     linear = _onednn_linear() if a.device.type == "cpu" else None
     if linear is None:
-        return torch.bmm(a, b.transpose(1, 2))
+        return torch.bmm(a, b.transpose(1, 2)).unbind()
     return [linear(a[h], b[h]) for h in range(a.shape[0])]
 
 
