@@ -175,6 +175,21 @@ def test_nan_in_one_sequence_stays_there(preset: str, operand: str) -> None:
     assert not torch.isnan(unseen).any()
 
 
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("operand", ["k", "v"])
+def test_nan_in_a_masked_key_is_not_seen(preset: str, operand: str) -> None:
+    """By earlier ones of several new tokens, and by a window that ends within the same blocks."""
+    cache = Cache(PRESETS[preset], [150], heads=(4, 2))
+    q = cache.last(3)
+    store = getattr(cache, operand)
+    bad = {torch.uint8: 0x7F, torch.int8: -128, torch.bfloat16: torch.nan}[store.dtype]
+    clean, _ = cache.decode(q, q_len=3, window=100)
+    store[int(cache.table[0, 149 // 16]), 149 % 16] = bad
+    store[int(cache.table[0, 2]), 5] = bad  # position 37; the windows begin at 47
+    out, _ = cache.decode(q, q_len=3, window=100)
+    assert same_bits(out[:2], clean[:2]) and torch.isnan(out[2]).all()
+
+
 def test_gather() -> None:
     cache = Cache(LEAN, [77])
     assert torch.equal(reference.gather(cache.k, cache.table[0], 77), cache.parts[0][0].data)

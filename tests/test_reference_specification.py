@@ -16,6 +16,7 @@ from tests.attention_cases import KINDS, LENGTHS, inputs, operands
 from zyfa_backend import oracle, reference
 from zyfa_backend.config import EXACT, INT8, LEAN, PRESETS, UNQUANTIZED, AttentionConfig
 from zyfa_backend.quantization import Quantized
+from zyfa_backend.reference_tiles import block_probabilities
 
 E4M3 = numpy.arange(256, dtype=numpy.uint8).view(ml_dtypes.float8_e4m3fn).astype(numpy.float64)
 
@@ -94,6 +95,24 @@ def test_offset_and_delta(offset: float, delta: float) -> None:
     out, _ = reference.attend(q, k, v, softmax_scale=0.09, causal=True, config=config, out_dtype=torch.float32)
     expected, _ = written_out(q, k, v, 0.09, config, None)
     assert oracle.relative_rms(out, torch.from_numpy(expected)) < 3e-6
+
+
+@pytest.mark.parametrize("probabilities", ["lean", "exact"])
+@pytest.mark.parametrize("offset", [8.0, 2.0, -6.0])
+def test_every_p_is_the_specified_code(probabilities: str, offset: float) -> None:
+    """From the largest P down through e4m3's subnormal numbers to zero."""
+    config = replace(LEAN, probabilities=probabilities, offset=offset)
+    x = torch.linspace(0, -24, 64 * 200)[torch.randperm(64 * 200)].view(100, 128)
+    x[:, 0], x[:, 64] = 0, 0  # the maximum of both blocks: no lift but the offset
+    p, factor, _ = block_probabilities(x.clone(), torch.full((100,), -torch.inf), config, torch.empty(x.numel()))
+    y = x.view(100, 2, 64) + offset
+    if probabilities == "exact":
+        expected = torch.exp2(y).numpy().astype(ml_dtypes.float8_e4m3fn).astype(numpy.float32)
+    else:
+        expected = E4M3[codes_of(y.numpy(), config)].astype(numpy.float32)
+    assert len(numpy.unique(expected)) > 8 * offset + 40
+    value = p * factor[..., None] * 2.0**offset
+    torch.testing.assert_close(value, torch.from_numpy(expected), rtol=0, atol=0)
 
 
 # The rounding of P to three bits of mantissa alone: 2^-4 / sqrt(3) at most in one weight.
