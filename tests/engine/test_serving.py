@@ -22,8 +22,8 @@ MODELS = {
     "tiny-deepseek-v2-dense": (2, "mla", True),
     "smollm2-hd128": (30, "hd128", False),
 }
-# Mean |difference| of the log-probability of a token against the engine's own backend in bf16: without quantisation, and
-# with FP8. The real model is asked for text; its 30 layers and peaked attention add up more rounding.
+# Mean |difference| of the log-probability of a token against the engine's own backend in bf16: without quantisation,
+# and with FP8. The real model is asked for text; its 30 layers and peaked attention add up more rounding.
 BOUNDS = {"smollm2-hd128": (0.06, 0.20)}
 TINY_BOUNDS = (0.02, 0.10)
 
