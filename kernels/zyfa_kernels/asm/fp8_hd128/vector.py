@@ -1,0 +1,172 @@
+"""The vector phase: from a tile's scores to the codes of P, and the rescaling of what was accumulated before."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from ..instruction import Instruction, op
+from ..registers import VCC, Reg
+from .layout import BLOCK_KEYS, TILE_KEYS
+from .matrix import read_fragment
+from .schedule import LOOKAHEAD, VECTOR
+from .state import State
+
+MIN_EXPONENT = -100.0  # of a block below the row maximum: what lies lower is far below the last bit of the sum
+OFFSET = 8  # B
+
+
+def deal(*streams: list[Instruction]) -> list[Instruction]:
+    """Merge streams evenly: each advances in proportion to its length."""
+    keyed = [((n + 0.5) / len(st), which, ins) for which, st in enumerate(streams) for n, ins in enumerate(st)]
+    return [ins for _, _, ins in sorted(keyed, key=lambda k: k[:2])]
+
+
+def _max(state: State, block: int) -> list[Instruction]:
+    """Maximum of this lane's 32 scores of a 64-key block."""
+    into, scores = state.block_max[block], state.s.group(block, 32)
+    out = [op("v_max3_f32", into, scores[0], scores[1], scores[2])]
+    out += [op("v_max3_f32", into, into, scores[n], scores[n + 1]) for n in range(3, 31, 2)]
+    return [*out, op("v_max_f32", into, into, scores[31])]
+
+
+def _exchange(state: State) -> list[Instruction]:
+    """Lanes l and l+32 hold different keys of one query: both get the maximum of both, and the running maximum."""
+    first, second = state.block_max
+    return [
+        op("v_permlane32_swap_b32", first, second, note="low lanes: block 0 of both halves, high lanes: block 1"),
+        op("v_max_f32", first, first, second),
+        op("v_mov_b32", second, first),
+        op("v_permlane32_swap_b32", first, second, note="block 0 everywhere, block 1 everywhere"),
+        op("v_max3_f32", state.new_max, state.row_max, first, second, note="m'"),
+    ]
+
+
+def _sums(state: State) -> list[Instruction]:
+    """Row sums of the previous tile, which the matrix phase left in its spent operand buffers."""
+    return [
+        op("v_fmac_f32", state.row_sum, state.sums[half][0], state.block_scale[half], note="L += 2^(-k-B) sum P")
+        for half in range(2)
+    ]
+
+
+def _exponents(state: State) -> list[Instruction]:
+    """alpha, block exponents, and the biases that turn scores into codes."""
+    lean = state.variant.lean
+    d0, d1 = state.bias
+    scale = state.code_scale if lean else state.scale
+    out = [
+        op("v_sub_f32", state.alpha, state.row_max, state.new_max),
+        op("v_sub_f32", d0, state.block_max[0], state.new_max),
+        op("v_sub_f32", d1, state.block_max[1], state.new_max),
+        op("v_mul_f32", state.alpha, state.scale, state.alpha),
+        op("v_mul_f32", d0, state.scale, d0),
+        op("v_mul_f32", d1, state.scale, d1),
+        op("v_exp_f32", state.alpha, state.alpha, note="alpha = 2^(m - m')"),
+        op("v_ceil_f32", d0, d0),
+        op("v_ceil_f32", d1, d1),
+        op("v_max_f32", d0, state.min_exp, d0, note="-k of keys 0-63"),
+        op("v_max_f32", d1, state.min_exp, d1, note="-k of keys 64-127"),
+        op("v_fma_f32", state.base, -scale, state.new_max, state.code_bias, note="bias of a block with k = 0"),
+        op("v_add_f32", state.block_exp[0], state.exp_magic, d0, note="low byte: 127 - B - k"),
+        op("v_add_f32", state.block_exp[1], state.exp_magic, d1),
+        op("v_cmp_gt_f32", VCC, state.new_max, state.row_max, note="rows whose maximum rose"),
+        op("v_mov_b32", state.row_max, state.new_max),
+        op("v_lshlrev_b32", state.block_scale[0], 23, state.block_exp[0], note="the same as a float"),
+        op("v_lshlrev_b32", state.block_scale[1], 23, state.block_exp[1]),
+    ]
+    for bias in (d0, d1):
+        if lean:
+            out.append(op("v_fma_f32", bias, bias, state.neg_step, state.base, note="+ k binades"))
+        else:
+            out.append(op("v_sub_f32", bias, state.base, bias, note="+ k binades"))
+    return out
+
+
+def _staggered(stages: list[list[list[Instruction]]]) -> list[Instruction]:
+    """Software pipeline: stage n of group g is placed beside stage n-1 of group g+1."""
+    groups = len(stages[0])
+    out: list[Instruction] = []
+    for step in range(groups + len(stages) - 1):
+        columns = [stages[n][step - n] for n in range(len(stages)) if 0 <= step - n < groups]
+        out += [ins for row in zip_longest(*columns) for ins in row if ins is not None]
+    return out
+
+
+def _codes(state: State, block: int) -> list[Instruction]:
+    """P's codes of a 64-key block: registers 4n .. 4n+3 of the scores become register n of P."""
+    quads = [state.s.group(8 * block + n, 4) for n in range(8)]
+    into = [state.p[8 * block + n] for n in range(8)]
+    bias = state.bias[block]
+    return _lean(state, quads, into, bias) if state.variant.lean else _exact(state, quads, into, bias)
+
+
+def _lean(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[Instruction]:
+    """code = floor(c8 x + bias): as a 16-bit fraction whose high byte is the code, saturating at 0."""
+    fma = [[op("v_fma_f32", q[t], q[t], state.code_scale, bias) for t in range(4)] for q in quads]
+    pair = [[op("v_cvt_pknorm_u16_f32", q[t], q[t], q[t + 1]) for t in (0, 2)] for q in quads]
+    join = [[op("v_perm_b32", p, q[2], q[0], state.perm)] for q, p in zip(quads, into, strict=True)]
+    return _staggered([fma, pair, join])
+
+
+def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[Instruction]:
+    """code = e4m3(2^y), rounded to nearest even."""
+    fma = [[op("v_fma_f32", q[t], q[t], state.scale, bias) for t in range(4)] for q in quads]
+    exp = [[op("v_exp_f32", q[t], q[t]) for t in range(4)] for q in quads]
+    low = [[op("v_cvt_pk_fp8_f32", p, q[0], q[1])] for q, p in zip(quads, into, strict=True)]
+    high = [[op("v_cvt_pk_fp8_f32", p, q[2], q[3], mods="op_sel:[0,0,1]")] for q, p in zip(quads, into, strict=True)]
+    return _staggered([fma, exp, low, high])
+
+
+def _mask(state: State) -> None:
+    """Scores of keys that the query does not see become -inf. Skipped by waves that see the whole tile."""
+    program, skip = state.program, f".Lvisible{len(state.program.body)}"
+    program.note("Mask, in waves that do not see the whole tile")
+    last, m = state.arg[0], len(state.masks)
+    program.op("s_add_i32", last, state.key0, TILE_KEYS - 1)
+    program.op("s_cmp_le_i32", last, state.visible)
+    program.op("s_cbranch_scc1", skip)
+    program.op("v_subrev_u32", state.rel, state.key0, state.limit)
+    program.op("v_mov_b32", state.neg_inf, float("-inf"))
+    program.op("v_subrev_u32", state.rel64, BLOCK_KEYS, state.rel)
+    for first in range(0, 64, m):
+        keys = [(first + n, 32 * ((first + n) // 16) + 8 * ((first + n) % 16 // 4) + (first + n) % 4) for n in range(m)]
+        for n, (_, key) in enumerate(keys):
+            rel = state.rel if key < BLOCK_KEYS else state.rel64
+            program.op("v_cmp_ge_i32", state.masks[n], rel, key % BLOCK_KEYS, note=f"key {key} visible")
+        for n, (element, _) in enumerate(keys):
+            score = state.s[element]
+            program.op("v_cndmask_b32", score, state.neg_inf, score, state.masks[n])
+    program.label(skip)
+
+
+def _rescale(state: State) -> None:
+    """O and L times alpha, skipped while no row of the wave has a new maximum (alpha is then exactly 1)."""
+    program, skip = state.program, f".Lsteady{len(state.program.body)}"
+    program.note("Rescale what was accumulated, if a maximum rose")
+    program.op("s_cbranch_vccz", skip)
+    program.op("v_mul_f32", state.row_sum, state.alpha, state.row_sum)
+    for n in range(64):
+        program.op("v_mul_f32", state.o[n], state.alpha, state.o[n])
+    program.label(skip)
+
+
+def vector_phase(state: State, next_stage: int | None, next_addr: Reg | None = None, first: bool = False) -> None:
+    """Softmax of the current tile. `next_stage` is the stage of the K fragments read ahead (or their addresses)."""
+    program = state.program
+    _mask(state)
+    preload = [ins for n in range(LOOKAHEAD) for ins in read_fragment(state, n, next_stage, 0, next_addr)]
+    streams = {
+        "max 0": _max(state, 0),
+        "max 1": _max(state, 1),
+        "exchange": _exchange(state),
+        "sums": [] if first else _sums(state),
+        "exponents": _exponents(state),
+        "codes 0": _codes(state, 0),
+        "codes 1": _codes(state, 1),
+        "preload": preload,
+    }
+    for names in VECTOR:
+        program.note(" and ".join(names))
+        program.emit(deal(*(streams[name] for name in names)))
+    if not first:
+        _rescale(state)
