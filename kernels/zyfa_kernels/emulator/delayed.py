@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .decode import VGPR, Instruction
-from .lds import ALL_BYTES, DMA_PENDING
+from .decode import VGPR, Instruction, register_name
+from .lds import ALL_BYTES, ONE_DMA
 from .state import DEFINED, FULL, PENDING, UNDEFINED
 
 
@@ -41,15 +41,19 @@ class Pending:
 def issue(g, queue: list, pending: Pending) -> None:
     """Poison the destinations of `pending` and put it at the end of `queue`."""
     for reg in pending.regs:
-        if g.state[reg] == PENDING:
-            from .decode import register_name
-            from .errors import Fault
-
-            raise Fault("write-under-load", f"{register_name(reg)} gets a second load while one is outstanding", 0)
+        if g.state[reg] == PENDING and not _in_order(queue, reg, pending):
+            g.hazard("write-under-load", f"{register_name(reg)} gets a second load while one is outstanding")
+            deliver_early(g, reg)
         if reg >= VGPR and g.state[reg] == DEFINED:
             g.lanes_defined[reg - VGPR] = FULL
         g.state[reg] = PENDING
     queue.append(pending)
+
+
+def _in_order(queue: list, reg: int, pending: Pending) -> bool:
+    """Whether every outstanding load of `reg` returns before `pending`: same counter, neither one a scalar load."""
+    holders = sum(reg in p.regs and not p.scalar for p in queue)
+    return holders > 0 and not pending.scalar
 
 
 def _complete(g, p: Pending) -> None:
@@ -60,6 +64,8 @@ def _complete(g, p: Pending) -> None:
             continue
         np.copyto(g.V[reg - VGPR], p.values[k], where=p.mask)
         g.define_lanes(reg - VGPR, np.packbits(p.mask, axis=1, bitorder="little").view("<u8")[:, 0])
+        if any(reg in other.regs for queue in (g.vm, g.lgkm) for other in queue if other is not p):
+            g.state[reg] = PENDING
     if p.lds is None:
         return
     kind, index = p.lds
@@ -71,9 +77,17 @@ def _complete(g, p: Pending) -> None:
     if kind == "dma":
         flat = index[p.mask]
         memory.data[flat] = np.moveaxis(p.values, 0, -1)[p.mask]
-        memory.valid[flat] = memory.valid[flat] & ~DMA_PENDING | ALL_BYTES
+        memory.valid[flat] = (memory.valid[flat] - ONE_DMA) | ALL_BYTES
     if memory.track:
         memory.finish_write(g, index, p.mask)
+
+
+def deliver_early(g, reg: int) -> None:
+    """Complete what is outstanding for `reg`, and all that is older, so that a run can go on after a hazard."""
+    for queue in (g.vm, g.lgkm):
+        last = max((i for i, p in enumerate(queue) if reg in p.regs), default=-1)
+        for _ in range(last + 1):
+            _complete(g, queue.pop(0))
 
 
 def retire(g, vm: int, lgkm: int) -> None:
@@ -81,9 +95,8 @@ def retire(g, vm: int, lgkm: int) -> None:
     while len(g.vm) > vm:
         _complete(g, g.vm.pop(0))
     if lgkm == 0:
-        for p in g.lgkm:
-            _complete(g, p)
-        g.lgkm.clear()
+        while g.lgkm:
+            _complete(g, g.lgkm.pop(0))
         return
     # Scalar loads return out of order: with any outstanding, a count above 0 only promises the LDS operations that
     # must be done even if every scalar load returned first.

@@ -9,7 +9,7 @@ import numpy as np
 from .decode import M0, VGPR, Instruction
 from .delayed import Pending, issue
 from .errors import Fault
-from .lds import ALL_BYTES, DMA_PENDING
+from .lds import ALL_BYTES, ONE_DMA
 from .operands import BUILDERS, builds, fetch_u32
 from .registers import is_lds_load
 
@@ -148,11 +148,11 @@ def _load_to_lds(inst: Instruction, size: int):
         target = g.S[M0].astype(I64) + offset + lanes
         memory, mask = g.lds, g.exec
         index = memory.index(g, target, mask, size, 4)[..., None] + np.arange(dwords)
-        memory.check_write(g, index, mask)
+        memory.check_write(g, index, mask, dma=True)
         if g.trace is not None:
             g.trace(g, inst, target, mask, size)
         if g.delayed:
-            memory.valid[index[mask]] |= DMA_PENDING
+            memory.valid[index[mask]] += ONE_DMA
             issue(g, g.vm, Pending(inst, range(0), values, mask, ("dma", index), memory=memory))
         else:
             flat = index[mask]

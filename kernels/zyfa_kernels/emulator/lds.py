@@ -8,14 +8,15 @@ from .errors import Fault
 
 IN_FLIGHT = np.int32(1 << 30)
 LDS_BYTES = 160 * 1024
-ALL_BYTES, DMA_PENDING = np.uint8(15), np.uint8(16)
+ALL_BYTES = np.uint8(15)
+ONE_DMA = np.uint8(16)  # the high half of a dword's `valid` counts outstanding loads into it
 
 
 class Lds:
     """LDS of `slots` workgroups, `size` bytes each, in one dword array.
 
-    `valid` holds one bit for each byte of a dword that was ever written, and DMA_PENDING while a load from global
-    memory is on its way there. With `track`, every dword also knows its last writer and each wave's last read, and the
+    `valid` holds one bit for each byte of a dword that was ever written, and counts the loads from global memory that
+    are on their way there. With `track`, every dword also knows its last writer and each wave's last read, and the
     interval (count of barriers passed) in which that access was known complete: two waves that touch a dword in the
     same interval, one of them writing, race.
     """
@@ -53,19 +54,24 @@ class Lds:
         where = np.argwhere(bad)[0]
         wave, lane = int(where[0]), int(where[1])
         dword = int(index[tuple(where)]) - int(g.lds_base[wave, 0])
-        raise Fault(kind, f"{text} (LDS address {4 * dword:#x})", wave, lane)
+        text = f"{text} (LDS address {4 * dword:#x})"
+        if kind == "undefined-lds":
+            raise Fault(kind, text, wave, lane)
+        g.hazard(kind, text, wave, lane)
 
     def check_read(self, g, index: np.ndarray, mask: np.ndarray, need: int = 15) -> None:
         """Check a read of dwords `index` [W, L, n] in lanes `mask` [W, L]; `need` is the byte mask inside the dword."""
         state = self.valid[index]
-        bad = (state & (need | DMA_PENDING)) != need
+        bad = (state & (need | 0xF0)) != need
         if bad.any():
             bad &= mask[..., None]
             if bad.any():
-                if (state[bad] & DMA_PENDING).any():
-                    pending = bad & (state & DMA_PENDING != 0)
+                pending = bad & (state >= ONE_DMA)
+                if pending.any():
                     self._blame(g, pending, index, "lds-before-wait",
                                 "LDS is read while a load into it is outstanding: no s_waitcnt vmcnt covers it")
+                    bad &= ~pending
+            if bad.any():
                 self._blame(g, bad, index, "undefined-lds", "LDS bytes are read that were never written")
         if self.track:
             now = self.epoch[g.slots][:, None, None]
@@ -85,16 +91,17 @@ class Lds:
         waves = np.broadcast_to(g.waves[:, None], mask.shape)[mask][:, None]
         self.read_epoch[index[mask], waves] = np.broadcast_to(now[:, None], mask.shape)[mask][:, None]
 
-    def check_write(self, g, index: np.ndarray, mask: np.ndarray) -> None:
+    def check_write(self, g, index: np.ndarray, mask: np.ndarray, dma: bool = False) -> None:
         """Check a write of dwords `index` [W, L, n] in lanes `mask`, and note that it is in flight."""
         state = self.valid[index]
-        clash = (state & DMA_PENDING != 0) & mask[..., None]
-        if clash.any():
-            self._blame(g, clash, index, "lds-race", "LDS is written while a load into it is outstanding")
         if not self.track:
             return
         now = self.epoch[g.slots][:, None, None]
         foreign = self.writer[index] != g.waves[:, None, None]
+        # Loads of one wave land in order, so its own second load (not its ds_write) over an outstanding one is sound.
+        clash = (state >= ONE_DMA) & mask[..., None]
+        if not dma and clash.any():
+            self._blame(g, clash, index, "lds-race", "LDS is written while a load into it is outstanding")
         race = foreign & (self.write_epoch[index] >= now) & mask[..., None]
         if race.any():
             self._blame(g, race, index, "lds-race", f"write over what wave {self._writer_at(race, index)} wrote "

@@ -42,18 +42,21 @@ class Emulator:
         code: the code object.
         delayed_memory: results of loads stay poisoned until the matching s_waitcnt (and, across waves, a barrier):
             a missing wait or barrier is then an error.
+        collect_hazards: in delayed-memory mode, note faults of timing in `hazards` (once an instruction and kind) and
+            go on as if the data had arrived, instead of raising.
         workgroups_at_once: workgroups in flight.
         max_instructions: wave-instructions after which a launch is given up as endless.
         trace_lds: called as (group, instruction, byte addresses [W, 64], active lanes [W, 64], bytes a lane) for
             every LDS access.
     """
 
-    def __init__(self, code: CodeObject, delayed_memory: bool = False, *, workgroups_at_once: int = 4,
-                 max_instructions: int = 2_000_000_000, trace_lds: Callable | None = None):
+    def __init__(self, code: CodeObject, delayed_memory: bool = False, *, collect_hazards: bool = False,
+                 workgroups_at_once: int = 4, max_instructions: int = 2_000_000_000, trace_lds: Callable | None = None):
         if workgroups_at_once < 1:
             raise ValueError(f"workgroups_at_once is {workgroups_at_once}, want at least 1")
         self.code, self.delayed_memory, self.trace_lds = code, delayed_memory, trace_lds
         self.workgroups_at_once, self.max_instructions = workgroups_at_once, max_instructions
+        self.collect_hazards, self.hazards = collect_hazards, []
         self.memory, self.stats = GlobalMemory(), Stats()
         self._programs: dict[str, Program] = {}
 
@@ -178,6 +181,7 @@ class _Launch:
         group.slots = group.workgroups
         group.memory, group.lds, group.delayed = self.emulator.memory, self.lds, self.emulator.delayed_memory
         group.trace = self.emulator.trace_lds
+        group.collect = self._collect if self.emulator.collect_hazards else None
 
     def _advance(self, group: WaveGroup, ready: list[WaveGroup]):
         """Run a group to its next barrier or its end; the part that leaves it at a branch goes to `ready`."""
@@ -187,6 +191,7 @@ class _Launch:
         try:
             while True:
                 counts[index] += size
+                group.index = index
                 group.executed += 1
                 result = run[index](group)
                 if result is None:
@@ -216,6 +221,11 @@ class _Launch:
         group.index = len(run) - 1 if index is None else index
         raise EmulatorError("control-flow", "execution leaves the kernel's code", workgroup=self.ids[int(group.slots[0])],
                             wave=int(group.waves[0]))
+
+    def _collect(self, group: WaveGroup, kind: str, message: str, position: int, lane: int | None) -> None:
+        found = self._error(group, group.index, Fault(kind, message, position, lane))
+        if all((other.kind, other.address) != (kind, found.address) for other in self.emulator.hazards):
+            self.emulator.hazards.append(found)
 
     def _error(self, group: WaveGroup, index: int, fault: Fault) -> EmulatorError:
         inst = self.program.instructions[index]

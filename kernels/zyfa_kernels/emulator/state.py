@@ -94,7 +94,7 @@ class WaveGroup:
     def write_vector(self, row: int, value: np.ndarray) -> None:
         """Write uint32 [W, 64] to vector register `row` (AccVGPRs from 256) in the active lanes."""
         if self.state[row + VGPR] == PENDING:
-            raise Fault("write-under-load", f"{register_name(row + VGPR)} is written while a load into it is outstanding", 0)
+            self._write_under_load(row + VGPR)
         if self.exec_full:
             self.V[row] = value
             self.state[row + VGPR] = DEFINED
@@ -114,13 +114,20 @@ class WaveGroup:
         """Mark `count` vector registers from `row` defined in every lane, whatever EXEC says (matrix results)."""
         first = row + VGPR
         if PENDING in self.state[first:first + count]:
-            raise Fault("write-under-load", "a matrix result goes to registers that an outstanding load will write", 0)
+            self._write_under_load(first + self.state[first:first + count].index(PENDING))
         self.state[first:first + count] = b"\x01" * count
 
-    def undefine(self, reg: int) -> None:
-        self.state[reg] = UNDEFINED
-        if reg >= VGPR:
-            self.lanes_defined[reg - VGPR] = 0
+    def _write_under_load(self, reg: int) -> None:
+        self.hazard("write-under-load", f"{register_name(reg)} is written while a load into it is outstanding")
+        from .delayed import deliver_early
+
+        deliver_early(self, reg)
+
+    def hazard(self, kind: str, message: str, position: int = 0, lane: int | None = None) -> None:
+        """A fault of timing: an error, or a note where the emulator collects them."""
+        if self.collect is None:
+            raise Fault(kind, message, position, lane)
+        self.collect(self, kind, message, position, lane)
 
     def require(self, reg: int, all_lanes: bool = False) -> None:
         """Raise a Fault unless `reg` is defined in every active lane (every lane if `all_lanes`)."""
@@ -129,8 +136,12 @@ class WaveGroup:
             return
         name = register_name(reg)
         if flag == PENDING:
-            source = next((p.text for q in (self.vm, self.lgkm) for p in q if reg in p.regs), "a load")
-            raise Fault("read-before-wait", f"{name} is read while `{source}` is outstanding: no s_waitcnt covers it", 0)
+            source = next(p.text for q in (self.vm, self.lgkm) for p in q if reg in p.regs)
+            self.hazard("read-before-wait", f"{name} is read while `{source}` is outstanding: no s_waitcnt covers it")
+            from .delayed import deliver_early
+
+            deliver_early(self, reg)
+            return
         if reg < VGPR:
             raise Fault("undefined-register", f"{name} is read but was never written", 0)
         missing = ~self.lanes_defined[reg - VGPR]
