@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .isa import ISA, Operand, Spec
 from .registers import SPECIALS, Reg
@@ -92,11 +93,11 @@ class Instruction:
                 into.update((name, i) for i in range(SPECIALS[name]))
         self.reads, self.writes = frozenset(reads), frozenset(writes)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         return self.spec.kind
 
-    @property
+    @cached_property
     def mnemonic(self) -> str:
         return self.spec.mnemonic.split()[0]
 

@@ -79,6 +79,8 @@ class Program:
         for history in self._histories:
             history.append(instruction)
             del history[: -hazards.LONGEST]
+        if len(self._histories) > 1:  # paths that have become alike
+            self._histories = list({tuple(map(id, h)): h for h in self._histories}.values())
 
     def _wait(self, vm: int | None, lgkm: int | None, note: str) -> None:
         self._append(_Wait(vm, lgkm, note))
