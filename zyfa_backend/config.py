@@ -6,9 +6,7 @@ by which P is lifted before it becomes an e4m3 code, `delta` the rounding consta
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 PROBABILITIES = ("exact", "lean", "none")
 QK_FORMATS = ("fp8_e4m3", "int8", "none")
@@ -77,3 +75,24 @@ PRESETS: dict[str, AttentionConfig] = {
     "int8": INT8,
     "unquantized": UNQUANTIZED,
 }
+
+
+def parse(text: str) -> AttentionConfig:
+    """Read `PRESET[,field=value…]`, e.g. "lean", "int8,rotation=signed", "exact,tile=128".
+
+    Raises ConfigError that names the part at fault and what would be accepted.
+    """
+    name, *overrides = [part.strip() for part in text.split(",")]
+    if name not in PRESETS:
+        raise ConfigError(f"{name!r} is not a preset; choose one of {', '.join(PRESETS)}")
+    kinds = {field.name: type(field.default) for field in fields(AttentionConfig)}
+    changes: dict[str, str | int | float] = {}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or key not in kinds:
+            raise ConfigError(f"{override!r} is not FIELD=VALUE with a field out of {', '.join(kinds)}")
+        try:
+            changes[key] = kinds[key](value)
+        except ValueError:
+            raise ConfigError(f"{key}={value!r} is not accepted; it is of type {kinds[key].__name__}") from None
+    return replace(PRESETS[name], **changes)  # type: ignore[arg-type]

@@ -1,0 +1,350 @@
+"""ZYFA as a vLLM attention backend: what it supports, its metadata, and the layer implementation."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from zyfa_backend import dispatch, reference, settings
+from zyfa_backend.config import LEAN, UNQUANTIZED, AttentionConfig, ConfigError
+from zyfa_backend.quantization import Quantized, quantize_kv, quantize_q
+from zyfa_backend.rotation import rotate
+from zyfa_backend.scales import ScaleStore
+
+logger = logging.getLogger("vllm.zyfa")
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+QUANTIZED_CACHES = ("fp8", "fp8_e4m3")
+
+
+class ZyfaAttentionBackend(AttentionBackend):
+    """Prefill and decode over a paged cache of rotated FP8 (or int8) K and FP8 V, or of the model's dtype."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16", *QUANTIZED_CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        return "ZYFA"
+
+    @staticmethod
+    def get_impl_cls() -> type[ZyfaAttentionImpl]:
+        return ZyfaAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ZyfaMetadataBuilder]:
+        return ZyfaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(dispatch.HEAD_DIMS)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Head-major first: a head's keys then lie together, and the CPU backend that may serve other layers needs it.
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        # Calibrated scales do not travel with the blocks.
+        return False
+
+    @classmethod
+    def validate_configuration(cls, *args, **kwargs) -> list[str]:
+        """Reasons against a layer, each with its value; empty when ZYFA serves it."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        detail = {
+            "head_size not supported": f"head size {kwargs.get('head_size')} (supported: "
+            f"{', '.join(map(str, dispatch.HEAD_DIMS))})",
+            "kv_cache_dtype not supported": f"kv_cache_dtype {kwargs.get('kv_cache_dtype')} (supported: "
+            f"{', '.join(cls.supported_kv_cache_dtypes)})",
+            "dtype not supported": f"dtype {kwargs.get('dtype')} (supported: {', '.join(DTYPES.values())})",
+        }
+        return [detail.get(reason, reason) for reason in reasons]
+
+
+@dataclass
+class ZyfaMetadata:
+    """One step's batch, in host numbers, shared by every layer of a cache group.
+
+    prefills: (query start, query end, sequence length, row of the block table) of each request that is prefilled.
+    decode_rows, decode_tokens: rows of the block table and query tokens of the requests with one new token.
+    """
+
+    num_actual_tokens: int
+    prefills: list[tuple[int, int, int, int]]
+    decode_rows: torch.Tensor
+    decode_tokens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
+    def __init__(self, kv_cache_spec: AttentionSpec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ZyfaMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise dispatch.Unsupported(f"causal={common.causal!r} is not supported; ZYFA serves causal decoders")
+        starts = common.query_start_loc_cpu.tolist()
+        lengths = common.seq_lens.tolist()
+        # A last prompt token that is computed alone is still prefill: its bits must not depend on how it was chunked.
+        prefilling = common.is_prefilling.tolist() if common.is_prefilling is not None else [False] * len(lengths)
+        prefills, rows = [], []
+        for row in range(common.num_reqs):
+            start, end = starts[row], starts[row + 1]
+            if end - start == 1 and not prefilling[row]:
+                rows.append(row)
+            elif end > start:
+                prefills.append((start, end, lengths[row], row))
+        decode_rows = torch.tensor(rows, dtype=torch.long)
+        return ZyfaMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            prefills=prefills,
+            decode_rows=decode_rows,
+            decode_tokens=torch.tensor([starts[row] for row in rows], dtype=torch.long),
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
+
+
+def cache_config_for(kv_cache_dtype: str, chosen: AttentionConfig | None) -> AttentionConfig:
+    """Numerics of a layer with this cache dtype, given ZYFA_CONFIG. Raises ConfigError where they contradict."""
+    if kv_cache_dtype in QUANTIZED_CACHES:
+        config = chosen or LEAN
+        if "none" in (config.qk_format, config.v_format):
+            raise ConfigError(
+                f"--kv-cache-dtype {kv_cache_dtype} holds one byte a value, ZYFA_CONFIG asks for "
+                f"qk_format={config.qk_format}, v_format={config.v_format}; choose a quantised preset or drop the flag"
+            )
+        return config
+    if chosen is not None and chosen.quantized:
+        raise ConfigError(
+            f"ZYFA_CONFIG quantises K and V, --kv-cache-dtype {kv_cache_dtype} does not; "
+            f"add --kv-cache-dtype fp8 or set ZYFA_CONFIG=unquantized"
+        )
+    return chosen or UNQUANTIZED
+
+
+@functools.cache
+def _store(config: AttentionConfig) -> ScaleStore:
+    chosen = settings.load()
+    return ScaleStore(config, chosen.scales, chosen.save_scales, chosen.headroom)
+
+
+@functools.cache
+def announce(line: str) -> None:
+    """Log one line per layer type and start the counters' file, once each."""
+    logger.info(line)
+    if directory := settings.load().stats:
+        dispatch.counters.write_to(directory)
+
+
+class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        from vllm.config import get_current_vllm_config
+
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        # vLLM counts the query's own key among the window's; flash-attn's left window does not.
+        self.window = sliding_window - 1 if sliding_window is not None else None
+        self.config = cache_config_for(kv_cache_dtype, settings.load().config)
+        vllm_config = get_current_vllm_config()
+        device = vllm_config.device_config.device_type
+        dtype = DTYPES[vllm_config.model_config.dtype]
+        self._kernels = {
+            phase: dispatch.select(dispatch.Shape(head_size, head_size, phase, self.config, dtype), device)
+            for phase in ("causal", "decode")
+        }
+        self._write_kernel = f"torch/{'rotate-quantize' if self.config.quantized else 'write'}-hd{head_size}"
+        self._scales = None
+        announce(
+            f"ZYFA serves layers with {num_heads} query and {self.num_kv_heads} KV heads of {head_size}"
+            f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
+            f"decode {self._kernels['decode']}, cache {kv_cache_dtype}, rotation {self.config.rotation} on {device}"
+        )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: ZyfaMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention over the cache, which `do_kv_cache_update` has already written.
+
+        query [T, Hq, D]; kv_cache [blocks, Hkv, block size, 2·D], K before V; output [T, Hq, D], written in place.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("ZYFA writes no quantised output")
+        if attn_metadata is None:
+            return output.zero_()
+        k_cache, v_cache = self._views(kv_cache)
+        for start, end, length, row in attn_metadata.prefills:
+            self._prefill(layer, query[start:end], k_cache, v_cache, attn_metadata.block_table[row], length, output[start:end])
+        if len(attn_metadata.decode_rows):
+            self._decode(layer, query, k_cache, v_cache, attn_metadata, output)
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate K, quantise both and write them at `slot_mapping` [T]; slot -1 is skipped."""
+        slots = slot_mapping.long()
+        tokens = slots.shape[0]
+        key, value = key[:tokens], value[:tokens]
+        if bool((slots < 0).any()):
+            live = slots >= 0
+            slots, key, value = slots[live], key[live], value[live]
+        if not slots.numel():
+            return
+        if self.config.quantized:
+            key, value = self._quantize(layer, key, value)
+        k_cache, v_cache = self._views(kv_cache)
+        size = k_cache.shape[1]
+        block, offset = slots // size, slots % size
+        k_cache[block, offset] = key.to(k_cache.dtype)
+        v_cache[block, offset] = value.to(v_cache.dtype)
+        dispatch.counters.add(self._write_kernel, slots.numel())
+
+    def _quantize(self, layer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        store = _store(self.config)
+        scales = store.layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
+        key = rotate(key, self.config.rotation)
+        if not scales.frozen:
+            store.calibrate(layer.layer_name, key, value)
+        key, lost_k = quantize_kv(key, scales.k, self.config.qk_format, count_saturated=True)
+        value, lost_v = quantize_kv(value, scales.v, self.config.v_format, count_saturated=True)
+        if lost_k or lost_v:
+            report_saturation(layer.layer_name, lost_k + lost_v, key.numel() + value.numel())
+        return key, value
+
+    def _views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as [blocks, block size, Hkv, D] views; int8 K is the same bytes read as int8."""
+        token_major = kv_cache.transpose(1, 2)
+        k, v = token_major[..., : self.head_size], token_major[..., self.head_size :]
+        return (k.view(torch.int8) if self.config.qk_format == "int8" else k), v
+
+    def _layer_scales(self, layer) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.config.quantized:
+            one = torch.ones(self.num_kv_heads)
+            return one, one
+        scales = _store(self.config).layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
+        return scales.k, scales.v
+
+    def _prefill(self, layer, query, k_cache, v_cache, blocks, length: int, output) -> None:
+        context = length - query.shape[0]
+        first = 0 if self.window is None else max(0, context - self.window)
+        k_scale, v_scale = self._layer_scales(layer)
+        out, _ = reference.attend(
+            quantize_q(query, self.config),
+            Quantized(gather(k_cache, blocks, first, length), k_scale, self.config.qk_format),
+            Quantized(gather(v_cache, blocks, first, length), v_scale, self.config.v_format),
+            softmax_scale=self.scale,
+            causal=True,
+            window=self.window,
+            context=context,
+            config=self.config,
+            out_dtype=output.dtype,
+        )
+        output.copy_(out)
+        dispatch.counters.add(self._kernels["causal"], query.shape[0])
+
+    def _decode(self, layer, query, k_cache, v_cache, metadata: ZyfaMetadata, output) -> None:
+        tokens, rows = metadata.decode_tokens, metadata.decode_rows
+        k_scale, v_scale = self._layer_scales(layer)
+        out, _ = reference.decode(
+            query[tokens],
+            k_cache,
+            v_cache,
+            metadata.block_table[rows],
+            metadata.seq_lens[rows],
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softmax_scale=self.scale,
+            window=self.window,
+            config=self.config,
+        )
+        output[tokens] = out.to(output.dtype)
+        dispatch.counters.add(self._kernels["decode"], tokens.numel())
+
+
+def gather(cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int) -> torch.Tensor:
+    """Keys `first` … `length` of one sequence out of the paged `cache` [blocks, block size, Hkv, D].
+
+    Returns [length, Hkv, D] with zeros before the block of `first`, since the engine may have freed those blocks.
+    """
+    size = cache.shape[1]
+    start = first // size
+    held = cache.index_select(0, blocks[start : -(-length // size)].long()).flatten(0, 1)
+    if not start:
+        return held[:length]
+    out = held.new_zeros(length, *held.shape[1:])
+    out[start * size :] = held[: length - start * size]
+    return out
+
+
+def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
+    """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
+    k, v = layer._k_scale_float, layer._v_scale_float
+    return None if k == v == 1.0 else (k, v)
+
+
+def report_saturation(name: str, lost: int, values: int) -> None:
+    """Count values that the cache's range cut off, and warn whenever their total passes a power of ten."""
+    total = dispatch.counters.event("saturated values", lost)
+    if len(str(total)) > len(str(total - lost)) or total == lost:
+        logger.warning(
+            "ZYFA: %d of %d K and V values of %s saturated, %d since the start; "
+            "calibrate on longer text or raise ZYFA_HEADROOM", lost, values, name, total,
+        )
