@@ -10,6 +10,8 @@ from .arguments import ARGUMENTS
 from .layout import LDS_BYTES, STAGES, TILE_BYTES, TILE_KEYS, WAVES
 from .state import State, Variant
 
+VARIANTS = tuple(Variant(causal, lean) for causal in (True, False) for lean in (True, False))
+
 PROSE = (
     "",
     "A workgroup of 8 waves takes 256 queries of one head, 32 a wave, and walks the keys in tiles of 128.",
