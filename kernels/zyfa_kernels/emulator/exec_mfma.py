@@ -155,3 +155,47 @@ for _shape in ("32x32x64_f8f6f4", "16x16x128_f8f6f4"):
     BUILDERS[f"v_mfma_scale_f32_{_shape}"] = build_mfma
 for _shape in ("32x32x32_i8", "16x16x64_i8", "32x32x16_i8", "16x16x32_i8"):
     BUILDERS[f"v_mfma_i32_{_shape}"] = build_mfma
+
+
+def expand_sparse(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """4:2 structured A: compressed [..., 16] and index words [...] (2 bits an element) to dense [..., 32].
+
+    Elements 2j and 2j + 1 belong to the four dense places 4j … 4j + 3; their index says to which.
+    """
+    place = (index[..., None] >> (2 * np.arange(16, dtype=np.uint32)) & np.uint32(3)).astype(np.int64)
+    place += np.arange(16) // 2 * 4
+    dense = np.zeros((*values.shape[:-1], 32))
+    np.put_along_axis(dense, place, values, axis=-1)
+    return dense
+
+
+def build_smfmac(inst: Instruction):
+    """Sparse fp8 products. A lane's 16 compressed elements of A cover 32 consecutive k; B has the two-run layout.
+
+    That pairing is inferred: it is the one under which AITER's v4 kernels sum the rows of P as they must.
+    """
+    m, n, k = matrix_shape(inst)
+    kinds = inst.mnemonic.split("_")[-2:]
+    tables = [MX_TABLES[0 if kind == "fp8" else 1] for kind in kinds]
+    a, b, index, d = (inst.operands[role].reg - VGPR for role in ("src0", "src1", "src2", "vdst"))
+    if inst.mods.get("cbsz") or inst.mods.get("abid"):
+        raise NotImplementedError("index set selection of an SMFMAC")
+    groups, elements = 64 // m, m * n // 64
+
+    def run(g):
+        words = np.ascontiguousarray(np.moveaxis(g.V[a:a + 4], 0, -1))
+        dense = expand_sparse(tables[0][words.view(np.uint8)], g.V[index])
+        left = dense.reshape(g.size, groups, m, 32).transpose(0, 2, 1, 3).reshape(g.size, m, k)
+        right = gather(g.V[b:b + 8], n, k, lambda w: tables[1][w.view(np.uint8)], True)
+        old = accumulator_to_matrix(g.Vf[d:d + elements], m)
+        total = np.matmul(left, right.transpose(0, 2, 1)) + old
+        g.V[d:d + elements] = matrix_to_accumulator(total.astype(np.float32), m).view(np.uint32)
+        g.define_all(d, elements)
+
+    return run
+
+
+for _shape in ("16x16x128", "32x32x64"):
+    for _x in ("fp8", "bf8"):
+        for _y in ("fp8", "bf8"):
+            BUILDERS[f"v_smfmac_f32_{_shape}_{_x}_{_y}"] = build_smfmac
