@@ -250,14 +250,17 @@ def queries(state: State) -> None:
     if state.variant.causal:
         p.op("v_add_u32", state.limit, state.context, row, note="a query sees the keys up to its own position")
         p.op("s_add_i32", state.visible, state.row0, state.context)
+        p.op("s_add_i32", state.reach, state.visible, WAVE_QUERIES - 1)
     else:
         p.op("s_sub_i32", state.visible, state.k_len, 1)
+        p.op("s_mov_b32", state.reach, state.visible)
         p.op("v_mov_b32", state.limit, state.visible)
     p.op("v_sub_u32", state.limit, state.limit, x)
     p.op("v_mov_b32", x, arg("scale_log2"))
     p.op("v_mul_f32", x, state.head_k_scale, x)
     p.op("v_mul_f32", state.scale, state.scale, x)
-    p.op("v_max_f32", state.scale, SMALLEST_SCALE, state.scale)
+    p.op("v_mov_b32", x, SMALLEST_SCALE)
+    p.op("v_maximum3_f32", state.scale, state.scale, x, x, note="a NaN scale stays")
     if state.variant.lean:
         p.op("v_mul_f32", state.code_scale, 8 * CODE_UNIT, state.scale)
 

@@ -48,8 +48,7 @@ class State:
             place("sum0", self.frag[32:35], "row sum of P over keys 0-63"),
             place("sum1", self.frag[40:43], "row sum of P over keys 64-127"),
         )
-        self.rel = place("rel", self.frag[24:24], "masking: last visible key, relative to the tile")
-        self.rel64 = place("rel64", self.frag[25:25], "masking: the same, relative to the tile's second half")
+        self.rel = place("rel", self.frag[24:24], "masking: last visible key, relative to the block")
         self.neg_inf = place("neg_inf", self.frag[26:26], "masking: -inf")
         self.k_addr = v("k_addr", 4, "LDS address of K per head-dim quarter")
         self.v_addr = v("v_addr", 4, "LDS address of V per value-dim block")
@@ -86,6 +85,7 @@ class State:
         self.key0 = s("key0", 1, "first key of the current tile")
         self.key_last0 = s("key_last0", 1, "first key of the last tile")
         self.visible = s("visible", 1, "keys up to here need no mask in this wave")
+        self.reach = s("reach", 1, "no query of this wave sees a key beyond this one")
         self.code_bias = s("code_bias", 1, "argument")
         self.neg_step = s("neg_step", 1, "lean P: minus one binade in code units")
         self.exp_magic = s("exp_magic", 1, "1.5 * 2^23 + 127 - B")

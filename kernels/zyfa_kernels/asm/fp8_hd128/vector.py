@@ -6,13 +6,14 @@ from itertools import zip_longest
 
 from ..instruction import Instruction, op
 from ..registers import VCC, Reg
-from .layout import BLOCK_KEYS, TILE_KEYS
+from .layout import TILE_KEYS
 from .matrix import read_fragment
 from .schedule import LOOKAHEAD, VECTOR
-from .state import State
+from .state import KEY_BLOCKS, State
 
 MIN_EXPONENT = -100.0  # of a block below the row maximum: what lies lower is far below the last bit of the sum
 OFFSET = 8  # B
+MAX3 = "v_maximum3_f32"  # hands NaN on, unlike v_max3: a row with a NaN score becomes NaN, and no other row
 
 
 def deal(*streams: list[Instruction]) -> list[Instruction]:
@@ -24,9 +25,9 @@ def deal(*streams: list[Instruction]) -> list[Instruction]:
 def _max(state: State, block: int) -> list[Instruction]:
     """Maximum of this lane's 32 scores of a 64-key block."""
     into, scores = state.block_max[block], state.s.group(block, 32)
-    out = [op("v_max3_f32", into, scores[0], scores[1], scores[2])]
-    out += [op("v_max3_f32", into, into, scores[n], scores[n + 1]) for n in range(3, 31, 2)]
-    return [*out, op("v_max_f32", into, into, scores[31])]
+    out = [op(MAX3, into, scores[0], scores[1], scores[2])]
+    out += [op(MAX3, into, into, scores[n], scores[n + 1]) for n in range(3, 31, 2)]
+    return [*out, op(MAX3, into, into, scores[31], scores[31])]
 
 
 def _exchange(state: State) -> list[Instruction]:
@@ -34,10 +35,10 @@ def _exchange(state: State) -> list[Instruction]:
     first, second = state.block_max
     return [
         op("v_permlane32_swap_b32", first, second, note="low lanes: block 0 of both halves, high lanes: block 1"),
-        op("v_max_f32", first, first, second),
+        op(MAX3, first, first, second, second),
         op("v_mov_b32", second, first),
         op("v_permlane32_swap_b32", first, second, note="block 0 everywhere, block 1 everywhere"),
-        op("v_max3_f32", state.new_max, state.row_max, first, second, note="m'"),
+        op(MAX3, state.new_max, state.row_max, first, second, note="m'"),
     ]
 
 
@@ -69,7 +70,7 @@ def _exponents(state: State) -> list[Instruction]:
         op("v_fma_f32", state.base, -scale, state.new_max, state.code_bias, note="bias of a block with k = 0"),
         op("v_add_f32", state.block_exp[0], state.exp_magic, d0, note="low byte: 127 - B - k"),
         op("v_add_f32", state.block_exp[1], state.exp_magic, d1),
-        op("v_cmp_gt_f32", VCC, state.new_max, state.row_max, note="rows whose maximum rose"),
+        op("v_cmp_neq_f32", VCC, state.new_max, state.row_max, note="rows whose maximum rose, or is NaN"),
         op("v_mov_b32", state.row_max, state.new_max),
         op("v_lshlrev_b32", state.block_scale[0], 23, state.block_exp[0], note="the same as a float"),
         op("v_lshlrev_b32", state.block_scale[1], 23, state.block_exp[1]),
@@ -119,24 +120,40 @@ def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[I
 
 def _mask(state: State) -> None:
     """Scores of keys that the query does not see become -inf. Skipped by waves that see the whole tile."""
-    program, skip = state.program, f".Lvisible{len(state.program.body)}"
+    program, visible, last = state.program, f".Lvisible{len(state.program.body)}", state.arg[0]
     program.note("Mask, in waves that do not see the whole tile")
-    last, m = state.arg[0], len(state.masks)
     program.op("s_add_i32", last, state.key0, TILE_KEYS - 1)
     program.op("s_cmp_le_i32", last, state.visible)
-    program.op("s_cbranch_scc1", skip)
-    program.op("v_subrev_u32", state.rel, state.key0, state.limit)
+    program.op("s_cbranch_scc1", visible)
     program.op("v_mov_b32", state.neg_inf, float("-inf"))
-    program.op("v_subrev_u32", state.rel64, BLOCK_KEYS, state.rel)
-    for first in range(0, 64, m):
-        keys = [(first + n, 32 * ((first + n) // 16) + 8 * ((first + n) % 16 // 4) + (first + n) % 4) for n in range(m)]
-        for n, (_, key) in enumerate(keys):
-            rel = state.rel if key < BLOCK_KEYS else state.rel64
-            program.op("v_cmp_ge_i32", state.masks[n], rel, key % BLOCK_KEYS, note=f"key {key} visible")
-        for n, (element, _) in enumerate(keys):
-            score = state.s[element]
-            program.op("v_cndmask_b32", score, state.neg_inf, score, state.masks[n])
-    program.label(skip)
+    for block in range(KEY_BLOCKS):
+        _mask_block(state, block, last)
+    program.label(visible)
+
+
+def _mask_block(state: State, block: int, scratch: Reg) -> None:
+    """32 keys: all visible to the wave, none, or some (then a comparison a score)."""
+    program, number = state.program, len(state.program.body)
+    some, done = f".Lsome{number}", f".Ldone{number}"
+    scores, m = state.s.group(block, 16), len(state.masks)
+    program.op("s_add_i32", scratch, state.key0, 32 * block + 31)
+    program.op("s_cmp_le_i32", scratch, state.visible)
+    program.op("s_cbranch_scc1", done)
+    program.op("s_sub_i32", scratch, scratch, 31)
+    program.op("s_cmp_le_i32", scratch, state.reach)
+    program.op("s_cbranch_scc1", some)
+    for n in range(16):
+        program.op("v_mov_b32", scores[n], state.neg_inf)
+    program.op("s_branch", done)
+    program.label(some)
+    program.op("v_subrev_u32", state.rel, scratch, state.limit)
+    for first in range(0, 16, m):
+        keys = [(n, 8 * (n // 4) + n % 4) for n in range(first, first + m)]
+        for n, key in keys:
+            program.op("v_cmp_ge_i32", state.masks[n % m], state.rel, key, note=f"key {32 * block + key} visible")
+        for n, _ in keys:
+            program.op("v_cndmask_b32", scores[n], state.neg_inf, scores[n], state.masks[n % m])
+    program.label(done)
 
 
 def _rescale(state: State) -> None:
