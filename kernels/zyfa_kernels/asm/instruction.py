@@ -13,7 +13,7 @@ Value = Reg | int | float | str
 Slot = tuple[str, int]  # a single register: (file, index)
 
 INLINE_FLOATS = (0.0, 0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 4.0, -4.0)
-PARTIAL_WRITES = ("v_cvt_pk_fp8_f32",)
+PARTIAL_WRITES = ("v_cvt_scalef32_pk_fp8_f32",)  # write one half of their register
 
 
 class InstructionError(ValueError):

@@ -52,7 +52,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "v_permlane32_swap_b32": (VALU, "+v1 +v1", ""),
     "v_cvt_pknorm_u16_f32": (VALU, "=v1 a1 a1", ""),
     "v_cvt_pk_u8_f32": (VALU, "=v1 a1 a1 v1", ""),
-    "v_cvt_pk_fp8_f32": (VALU, "+v1 a1 a1", ""),
+    "v_cvt_scalef32_pk_fp8_f32": (VALU, "+v1 a1 a1 a1", ""),
     "v_cvt_pk_bf16_f32": (VALU, "=v1 a1 a1", ""),
     "v_cmp_ge_i32": (VALU, "=m2 a1 a1", ""),
     "v_cmp_gt_i32": (VALU, "=m2 a1 a1", ""),

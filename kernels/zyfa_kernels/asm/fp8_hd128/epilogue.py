@@ -15,7 +15,8 @@ def output(state: State) -> None:
     inverse, row, x = state.alpha, state.block_max[0], state.block_max[1]
     p.title("Output", "A row without any visible key has L = 0: its output is 0 and its lse -inf.")
     p.op("v_rcp_f32", inverse, state.row_sum)
-    p.op("v_mov_b32", state.base, 0.0)
+    p.op("v_mul_f32", state.base, 0.0, state.row_max)
+    p.op("v_fmac_f32", state.base, 0.0, state.scale, note="0, or NaN where a score or the scale is")
     p.op("v_cmp_gt_f32", VCC, state.row_sum, 0.0)
     p.op("v_mul_f32", inverse, state.head_v_scale, inverse)
     p.op("v_cndmask_b32", inverse, state.base, inverse, VCC)

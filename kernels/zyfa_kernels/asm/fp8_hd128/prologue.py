@@ -28,9 +28,9 @@ CODE_UNIT = 256 / 65535  # one code as a fraction of the 16-bit range that the l
 
 
 def code_bias(lean: bool, delta: float) -> float:
-    """The `code_bias` argument: what is added to codes (lean) or to the exponent (exact) of a block with k = 0."""
+    """The `code_bias` argument: what is added to codes (lean) or to y - B (exact) of a block with k = 0."""
     if not lean:
-        return float(OFFSET)
+        return 0.0
     return (8 * OFFSET + 56 + delta + 0.5) * CODE_UNIT - 0.5 / 65535
 
 
@@ -111,6 +111,8 @@ def constants(state: State) -> None:
     if state.variant.lean:
         p.op("s_mov_b32", state.neg_step, -8 * CODE_UNIT)
         p.op("s_mov_b32", state.perm, 0x07050301)
+    else:
+        p.op("s_mov_b32", state.p_unit, 2.0**-OFFSET)
     p.op("s_mov_b32", state.code_bias, state.arg_of("code_bias"))
     p.op("v_mov_b32", state.unit, 0x7F7F7F7F)
     p.op("v_mov_b32", state.row_max, NO_KEY)

@@ -87,6 +87,7 @@ class State:
         self.visible = s("visible", 1, "keys up to here need no mask in this wave")
         self.reach = s("reach", 1, "no query of this wave sees a key beyond this one")
         self.code_bias = s("code_bias", 1, "argument")
+        self.p_unit = s("p_unit", 1, "exact P: 2^-B, by which codes are divided")
         self.neg_step = s("neg_step", 1, "lean P: minus one binade in code units")
         self.exp_magic = s("exp_magic", 1, "1.5 * 2^23 + 127 - B")
         self.min_exp = s("min_exp", 1, "smallest block exponent")

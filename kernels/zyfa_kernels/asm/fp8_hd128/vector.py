@@ -13,6 +13,7 @@ from .state import KEY_BLOCKS, State
 
 MIN_EXPONENT = -100.0  # of a block below the row maximum: what lies lower is far below the last bit of the sum
 OFFSET = 8  # B
+CODE = "v_cvt_scalef32_pk_fp8_f32"
 MAX3 = "v_maximum3_f32"  # hands NaN on, unlike v_max3: a row with a NaN score becomes NaN, and no other row
 
 
@@ -98,6 +99,7 @@ def _codes(state: State, block: int) -> list[Instruction]:
     quads = [state.s.group(8 * block + n, 4) for n in range(8)]
     into = [state.p[8 * block + n] for n in range(8)]
     bias = state.bias[block]
+    # A NaN score gives code 0 here: its row becomes NaN by alpha, and a NaN code would reach the row sum of another query.
     return _lean(state, quads, into, bias) if state.variant.lean else _exact(state, quads, into, bias)
 
 
@@ -110,11 +112,12 @@ def _lean(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[In
 
 
 def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[Instruction]:
-    """code = e4m3(2^y), rounded to nearest even."""
+    """code = e4m3(2^y), rounded to nearest even. 2^(y-B) is clamped to [0, 1], which turns NaN into 0; then times 2^B."""
     fma = [[op("v_fma_f32", q[t], q[t], state.scale, bias) for t in range(4)] for q in quads]
-    exp = [[op("v_exp_f32", q[t], q[t]) for t in range(4)] for q in quads]
-    low = [[op("v_cvt_pk_fp8_f32", p, q[0], q[1])] for q, p in zip(quads, into, strict=True)]
-    high = [[op("v_cvt_pk_fp8_f32", p, q[2], q[3], mods="op_sel:[0,0,1]")] for q, p in zip(quads, into, strict=True)]
+    s = state.p_unit
+    exp = [[op("v_exp_f32", q[t], q[t], mods="clamp") for t in range(4)] for q in quads]
+    low = [[op(CODE, p, q[0], q[1], s)] for q, p in zip(quads, into, strict=True)]
+    high = [[op(CODE, p, q[2], q[3], s, mods="op_sel:[0,0,0,1]")] for q, p in zip(quads, into, strict=True)]
     return _staggered([fma, exp, low, high])
 
 
