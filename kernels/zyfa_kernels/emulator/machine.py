@@ -50,8 +50,16 @@ class Emulator:
             every LDS access.
     """
 
-    def __init__(self, code: CodeObject, delayed_memory: bool = False, *, collect_hazards: bool = False,
-                 workgroups_at_once: int = 4, max_instructions: int = 2_000_000_000, trace_lds: Callable | None = None):
+    def __init__(
+        self,
+        code: CodeObject,
+        delayed_memory: bool = False,
+        *,
+        collect_hazards: bool = False,
+        workgroups_at_once: int = 4,
+        max_instructions: int = 2_000_000_000,
+        trace_lds: Callable | None = None,
+    ):
         if workgroups_at_once < 1:
             raise ValueError(f"workgroups_at_once is {workgroups_at_once}, want at least 1")
         self.code, self.delayed_memory, self.trace_lds = code, delayed_memory, trace_lds
@@ -60,8 +68,14 @@ class Emulator:
         self.memory, self.stats = GlobalMemory(), Stats()
         self._programs: dict[str, Program] = {}
 
-    def launch(self, kernel_name: str | None, grid: tuple[int, int, int], block: int | tuple[int, int, int],
-               kernarg: bytes, dynamic_lds: int = 0) -> None:
+    def launch(
+        self,
+        kernel_name: str | None,
+        grid: tuple[int, int, int],
+        block: int | tuple[int, int, int],
+        kernarg: bytes,
+        dynamic_lds: int = 0,
+    ) -> None:
         """Run a kernel to its end.
 
         Args:
@@ -79,13 +93,17 @@ class Emulator:
         threads = (block, 1, 1) if isinstance(block, int) else tuple(block)
         total = int(np.prod(threads))
         if total % LANES or not 0 < total <= min(1024, kernel.max_workgroup_size):
-            raise ValueError(f"block of {total} threads, want a multiple of 64 up to {min(1024, kernel.max_workgroup_size)}")
+            raise ValueError(
+                f"block of {total} threads, want a multiple of 64 up to {min(1024, kernel.max_workgroup_size)}"
+            )
         if len(grid) != 3 or min(grid) < 1:
             raise ValueError(f"grid is {grid}, want three counts of workgroups, each at least 1")
         if len(kernarg) != kernel.kernarg_bytes:
             raise ValueError(f"kernarg of {len(kernarg)} bytes, the kernel takes {kernel.kernarg_bytes}")
         if kernel.descriptor.scratch_bytes:
-            raise CodeObjectError(f"{kernel.name} uses {kernel.descriptor.scratch_bytes} bytes of scratch, not modelled")
+            raise CodeObjectError(
+                f"{kernel.name} uses {kernel.descriptor.scratch_bytes} bytes of scratch, not modelled"
+            )
         lds = kernel.descriptor.lds_bytes + dynamic_lds
         if lds > LDS_BYTES:
             raise ValueError(f"{lds} bytes of LDS, a compute unit has {LDS_BYTES}")
@@ -118,7 +136,7 @@ class _Launch:
         x, y, z = self.grid
         everyone = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
         for first in range(0, len(everyone), self.slots):
-            self._run_batch(everyone[first:first + self.slots])
+            self._run_batch(everyone[first : first + self.slots])
 
     def _run_batch(self, ids: list[tuple[int, int, int]]) -> None:
         self.ids = ids
@@ -142,7 +160,7 @@ class _Launch:
         complete = np.array([arrived[w] == self.waves for w in range(len(self.ids))])
         if not complete.any():
             self._stuck(parked[0], arrived)
-        self.lds.epoch[:len(complete)][complete] += 1
+        self.lds.epoch[: len(complete)][complete] += 1
         free: list[WaveGroup] = []
         rest: list[WaveGroup] = []
         for group in parked:
@@ -168,9 +186,14 @@ class _Launch:
 
     def _stuck(self, group: WaveGroup, arrived: Counter) -> None:
         inst, slot = self.program.instructions[group.index], int(group.slots[0])
-        raise EmulatorError("barrier", f"{arrived[slot]} of {self.waves} waves wait here, the others have ended",
-                            instruction=inst.text, address=inst.address, workgroup=self.ids[slot],
-                            wave=int(group.waves[0]))
+        raise EmulatorError(
+            "barrier",
+            f"{arrived[slot]} of {self.waves} waves wait here, the others have ended",
+            instruction=inst.text,
+            address=inst.address,
+            workgroup=self.ids[slot],
+            wave=int(group.waves[0]),
+        )
 
     def _take(self, group: WaveGroup, picked: np.ndarray) -> WaveGroup:
         other = group.take(picked)
@@ -219,8 +242,12 @@ class _Launch:
         except Fault as fault:
             raise self._error(group, index, fault) from None
         group.index = len(run) - 1 if index is None else index
-        raise EmulatorError("control-flow", "execution leaves the kernel's code", workgroup=self.ids[int(group.slots[0])],
-                            wave=int(group.waves[0]))
+        raise EmulatorError(
+            "control-flow",
+            "execution leaves the kernel's code",
+            workgroup=self.ids[int(group.slots[0])],
+            wave=int(group.waves[0]),
+        )
 
     def _collect(self, group: WaveGroup, kind: str, message: str, position: int, lane: int | None) -> None:
         found = self._error(group, group.index, Fault(kind, message, position, lane))
@@ -230,14 +257,20 @@ class _Launch:
     def _error(self, group: WaveGroup, index: int, fault: Fault) -> EmulatorError:
         inst = self.program.instructions[index]
         position = fault.position if fault.position is not None else 0
-        return EmulatorError(fault.kind, fault.message, instruction=inst.text, address=inst.address,
-                             workgroup=self.ids[int(group.slots[position])], wave=int(group.waves[position]),
-                             lane=fault.lane)
+        return EmulatorError(
+            fault.kind,
+            fault.message,
+            instruction=inst.text,
+            address=inst.address,
+            workgroup=self.ids[int(group.slots[position])],
+            wave=int(group.waves[position]),
+            lane=fault.lane,
+        )
 
     def _initial(self, ids: list[tuple[int, int, int]]) -> WaveGroup:
         """Registers as the hardware sets them up (LLVM AMDGPUUsage, "Initial Kernel Execution State")."""
         kernel: Kernel = self.program.kernel
-        kd, count = kernel.descriptor, len(ids) * self.waves
+        kd = kernel.descriptor
         workgroups = np.repeat(np.arange(len(ids)), self.waves)
         waves = np.tile(np.arange(self.waves), len(ids))
         group = WaveGroup(waves, workgroups, workgroups * self.lds.stride, kd.vgprs, kd.vgprs - kd.accum_offset)
