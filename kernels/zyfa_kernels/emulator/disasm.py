@@ -100,7 +100,8 @@ def _scalar(inst: Instruction) -> str:
         reg = _HWREGS.get(simm & 63, str(simm & 63))
         hwreg = f"hwreg({reg}, {simm >> 6 & 31}, {(simm >> 11) + 1})"
         if name == "s_setreg_imm32_b32":
-            return f"{name} {hwreg}, {inst.mods['literal']:#x}"
+            value = inst.mods["literal"]
+            return f"{name} {hwreg}, {value if value <= 64 else hex(value)}"
         return f"{name} {hwreg}, {parts[0]}" if "setreg" in name else f"{name} {parts[0]}, {hwreg}"
     if inst.encoding == "SOPK":
         parts.append(hex(simm))
@@ -193,7 +194,7 @@ def _dpp(mods: dict[str, int]) -> str:
         kind = {0x100: "row_shl", 0x110: "row_shr", 0x120: "row_ror", 0x150: "row_newbcast"}[control & ~15]
         text = f"{kind}:{control & 15}"
     text = f" {text} row_mask:{mods['row_mask']:#x} bank_mask:{mods['bank_mask']:#x}"
-    return text + (" bound_ctrl:0" if mods["bc"] else "")
+    return text + (" bound_ctrl:1" if mods["bc"] else "")
 
 
 def _sdwa(inst: Instruction, sources: list[str]) -> str:
