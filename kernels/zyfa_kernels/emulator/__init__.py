@@ -4,5 +4,13 @@ from .codeobject import CodeObject, Kernel, KernelDescriptor
 from .errors import CodeObjectError, EmulatorError, UnknownInstruction
 from .machine import Emulator, Stats
 
-__all__ = ["CodeObject", "CodeObjectError", "Emulator", "EmulatorError", "Kernel", "KernelDescriptor", "Stats",
-           "UnknownInstruction"]
+__all__ = [
+    "CodeObject",
+    "CodeObjectError",
+    "Emulator",
+    "EmulatorError",
+    "Kernel",
+    "KernelDescriptor",
+    "Stats",
+    "UnknownInstruction",
+]

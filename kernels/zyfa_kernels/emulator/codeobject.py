@@ -104,7 +104,9 @@ class Kernel:
 class CodeObject:
     """A loaded code object: `kernels` by name, the `image` of its loaded segments, and decoded `instructions`."""
 
-    def __init__(self, kernels: dict[str, Kernel], image: bytes, target: str, path: str | None, symbols: dict[int, str]):
+    def __init__(
+        self, kernels: dict[str, Kernel], image: bytes, target: str, path: str | None, symbols: dict[int, str]
+    ):
         self.kernels, self.image, self.target, self.path, self.symbols = kernels, image, target, path, symbols
 
     @property
@@ -155,7 +157,7 @@ class CodeObject:
             if not symbol.name.endswith(".kd"):
                 continue
             kd = symbol["st_value"]
-            descriptor = KernelDescriptor.parse(image[kd:kd + 64])
+            descriptor = KernelDescriptor.parse(image[kd : kd + 64])
             entry = kd + descriptor.entry_offset
             function = symbols.get(symbol.name[:-3])
             section = next((s for s in text if s["sh_addr"] <= entry < s["sh_addr"] + s["sh_size"]), None)
@@ -165,14 +167,17 @@ class CodeObject:
             if function is not None and function["st_size"]:
                 end = entry + function["st_size"]
             else:
-                later = [image_kd for image_kd in (s["st_value"] for s in symbols.values()
-                                                   if s["st_info"]["type"] == "STT_FUNC") if image_kd > entry]
+                later = [
+                    image_kd
+                    for image_kd in (s["st_value"] for s in symbols.values() if s["st_info"]["type"] == "STT_FUNC")
+                    if image_kd > entry
+                ]
                 end = min([end, *later])
             kernels[symbol.name[:-3]] = Kernel(symbol.name[:-3], descriptor, entry, end, metadata.get(symbol.name, {}))
         if not kernels:
             raise CodeObjectError(f"{name}: holds no kernel (no symbol that ends in .kd)")
         for kernel in kernels.values():
-            kernel.program = decode(image[kernel.entry:kernel.end], kernel.entry)
+            kernel.program = decode(image[kernel.entry : kernel.end], kernel.entry)
         labels = {s["st_value"]: s.name for s in symbols.values() if s["st_info"]["type"] in ("STT_NOTYPE", "STT_FUNC")}
         return cls(kernels, image, target, path, labels)
 
@@ -181,7 +186,7 @@ def _load_segments(elf: ELFFile) -> bytes:
     segments = [s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD"]
     image = bytearray(max((s["p_vaddr"] + s["p_memsz"] for s in segments), default=0))
     for segment in segments:
-        image[segment["p_vaddr"]:segment["p_vaddr"] + segment["p_filesz"]] = segment.data()
+        image[segment["p_vaddr"] : segment["p_vaddr"] + segment["p_filesz"]] = segment.data()
     return bytes(image)
 
 

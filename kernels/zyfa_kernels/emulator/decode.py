@@ -17,13 +17,40 @@ from .errors import UnknownInstruction
 # One numbering for every register: scalar ones as the ISA encodes them, then VGPRs, then AccVGPRs.
 VCC, TTMP, M0, EXEC, SCC = 106, 108, 124, 126, 128
 VGPR, AGPR, END = 256, 512, 768
-SPECIAL = {106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi", 128: "scc",
-           102: "flat_scratch_lo", 103: "flat_scratch_hi", 104: "xnack_mask_lo", 105: "xnack_mask_hi"}
+SPECIAL = {
+    106: "vcc_lo",
+    107: "vcc_hi",
+    124: "m0",
+    126: "exec_lo",
+    127: "exec_hi",
+    128: "scc",
+    102: "flat_scratch_lo",
+    103: "flat_scratch_hi",
+    104: "xnack_mask_lo",
+    105: "xnack_mask_hi",
+}
 PAIRS = {106: "vcc", 126: "exec", 102: "flat_scratch", 104: "xnack_mask"}
-INLINE_FLOAT = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0,
-                248: 0.15915494309189532}
-SHARED_SOURCES = {235: "src_shared_base", 236: "src_shared_limit", 237: "src_private_base", 238: "src_private_limit",
-                  251: "src_vccz", 252: "src_execz", 253: "src_scc", 254: "src_lds_direct"}
+INLINE_FLOAT = {
+    240: 0.5,
+    241: -0.5,
+    242: 1.0,
+    243: -1.0,
+    244: 2.0,
+    245: -2.0,
+    246: 4.0,
+    247: -4.0,
+    248: 0.15915494309189532,
+}
+SHARED_SOURCES = {
+    235: "src_shared_base",
+    236: "src_shared_limit",
+    237: "src_private_base",
+    238: "src_private_limit",
+    251: "src_vccz",
+    252: "src_execz",
+    253: "src_scc",
+    254: "src_lds_direct",
+}
 
 
 def register_name(number: int, count: int = 1) -> str:
@@ -110,9 +137,41 @@ class Instruction:
 
 _SUFFIX = re.compile(r"_(E32|E64|SDWA|DPP)$")
 _SCALE_PREFIX = 0xD3AC  # first 16 bits of the 16-byte scaled MFMA; the tables match it by its second half alone
-_MODS = ("offset", "offset0", "offset1", "offen", "idxen", "lds", "sc0", "sc1", "nt", "gds", "glc", "omod", "clmp",
-         "opsel", "opsel_hi", "opsel_hi2", "neg_hi", "cbsz", "blgp", "abid", "simm16", "dpp", "bc", "row_mask",
-         "bank_mask", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "src0_sext", "src1_sext", "imm", "soffset_en")
+_MODS = (
+    "offset",
+    "offset0",
+    "offset1",
+    "offen",
+    "idxen",
+    "lds",
+    "sc0",
+    "sc1",
+    "nt",
+    "gds",
+    "glc",
+    "omod",
+    "clmp",
+    "opsel",
+    "opsel_hi",
+    "opsel_hi2",
+    "neg_hi",
+    "cbsz",
+    "blgp",
+    "abid",
+    "simm16",
+    "dpp",
+    "bc",
+    "row_mask",
+    "bank_mask",
+    "dst_sel",
+    "dst_unused",
+    "src0_sel",
+    "src1_sel",
+    "src0_sext",
+    "src1_sext",
+    "imm",
+    "soffset_en",
+)
 _PKF32 = ("v_pk_fma_f32", "v_pk_mul_f32", "v_pk_add_f32", "v_pk_mov_b32")
 
 
@@ -145,8 +204,9 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
         name = inst.op.name
     except (ValueError, AttributeError) as error:
         word = int.from_bytes(data[:4], "little")
-        raise UnknownInstruction("unknown-instruction", f"no gfx950 encoding matches word {word:#010x}",
-                                 address=address) from error
+        raise UnknownInstruction(
+            "unknown-instruction", f"no gfx950 encoding matches word {word:#010x}", address=address
+        ) from error
     form = type(inst).__name__
     variant = "dpp" if "DPP" in form else "sdwa" if "SDWA" in form else ""
     # VOP3_SDST differs from VOP3 only in the kind of its destination field, which is told apart by mnemonic below.
@@ -154,15 +214,21 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
     if form == "VOP3P_MFMA" or form == "VOP3PX2":
         encoding = "MFMA"
     mnemonic = _SUFFIX.sub("", name).lower()
+    if mnemonic in ("v_accvgpr_read", "v_accvgpr_write"):
+        mnemonic += "_b32"
     if encoding == "VOP3P" and mnemonic.startswith(("v_mfma", "v_smfmac", "v_accvgpr")):
         encoding = "MFMA"
     widths = inst.op_bits
     literal = _field(inst, "literal")
     mods = {m: v for m in _MODS if (v := _field(inst, m)) is not None}
+    if literal is not None:
+        mods["literal"] = literal
     neg, absolute = _field(inst, "neg") or 0, _field(inst, "abs") or 0
     if variant:
         neg = (_field(inst, "src0_neg") or 0) | (_field(inst, "src1_neg") or 0) << 1
         absolute = (_field(inst, "src0_abs") or 0) | (_field(inst, "src1_abs") or 0) << 1
+    if encoding == "MFMA":
+        neg = absolute = 0  # those bits select formats here
     if mnemonic == "v_bitop3_b32":
         mods["bitop3"], neg, absolute = mods["omod"] << 6 | absolute << 3 | neg, 0, 0
     acc = _field(inst, "acc") or 0
@@ -179,8 +245,16 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
         use_acc = bool(acc_cd) if (encoding == "MFMA" and role == "src2") else bool(acc >> position & 1)
         base = _source(raw, count, bits, literal, use_acc and encoding == "MFMA")
         if (neg >> position | absolute >> position) & 1:
-            base = Operand(base.reg, base.count, base.value, base.literal, base.special, base.bits,
-                           bool(neg >> position & 1), bool(absolute >> position & 1))
+            base = Operand(
+                base.reg,
+                base.count,
+                base.value,
+                base.literal,
+                base.special,
+                base.bits,
+                bool(neg >> position & 1),
+                bool(absolute >> position & 1),
+            )
         operands[role] = base
 
     if encoding in ("SOP1", "SOP2", "SOPC", "SOPK"):
@@ -194,8 +268,6 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
             if raw is not None and f"ssrc{position}" in widths:
                 count, bits = size_of(f"ssrc{position}")
                 operands[f"src{position}"] = _source(raw, count, bits, literal)
-        if "literal" in mods or literal is not None:
-            mods["literal"] = literal or 0
     elif encoding == "SMEM":
         if "sdata" in widths:
             count, bits = size_of("sdata")
@@ -226,9 +298,10 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
             operands["sdst"] = Operand(reg=raw)
         elif raw is not None and mnemonic not in ("v_nop", "v_clrexcp"):
             count, bits = size_of("vdst")
-            operands["vdst"] = Operand(reg=raw + VGPR + (VGPR if acc_cd and encoding == "MFMA" else 0), count=count,
-                                       bits=bits)
-        if mnemonic == "v_accvgpr_write_b32" or mnemonic == "v_accvgpr_write":
+            operands["vdst"] = Operand(
+                reg=raw + VGPR + (VGPR if acc_cd and encoding == "MFMA" else 0), count=count, bits=bits
+            )
+        if mnemonic in ("v_accvgpr_write_b32", "v_accvgpr_mov_b32"):
             operands["vdst"] = Operand(reg=raw + AGPR)
         for position in (0, 1, 2):
             role = f"src{position}"
@@ -247,6 +320,9 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
                 vector_source(role, raw, position, vfield)
             elif field_name and role in widths:
                 vector_source(role, _field(inst, field_name), position)
+        if mnemonic in ("v_accvgpr_read_b32", "v_accvgpr_mov_b32"):
+            source = operands["src0"]
+            operands["src0"] = Operand(reg=source.reg % VGPR + AGPR)
         if form == "VOP3PX2":
             operands["scale0"] = _source(_field(inst, "scale_src0"), 1, 32, literal)
             operands["scale1"] = _source(_field(inst, "scale_src1"), 1, 32, literal)
@@ -277,8 +353,9 @@ def decode_one(data: bytes, index: int, address: int) -> Instruction:
         saddr = _field(inst, "saddr")
         has_saddr = encoding != "FLAT" and saddr not in (124, 125, 127)
         if has_saddr:
-            operands["saddr"] = Operand(reg=saddr, count=1 if encoding == "SCRATCH" else 2,
-                                        bits=32 if encoding == "SCRATCH" else 64)
+            operands["saddr"] = Operand(
+                reg=saddr, count=1 if encoding == "SCRATCH" else 2, bits=32 if encoding == "SCRATCH" else 64
+            )
         if encoding == "SCRATCH":
             wanted = 1 if _field(inst, "sve") else 0
         else:
@@ -310,7 +387,7 @@ def decode(code: bytes, address: int) -> list[Instruction]:
     program: list[Instruction] = []
     offset = 0
     while offset < len(code):
-        inst = decode_one(code[offset:offset + 16], len(program), address + offset)
+        inst = decode_one(code[offset : offset + 16], len(program), address + offset)
         program.append(inst)
         offset += inst.size
     return program

@@ -6,8 +6,16 @@ from functools import cache
 
 from .decode import Instruction, Operand, register_name
 
-_HWREGS = {1: "HW_REG_MODE", 2: "HW_REG_STATUS", 3: "HW_REG_TRAPSTS", 4: "HW_REG_HW_ID", 5: "HW_REG_GPR_ALLOC",
-           6: "HW_REG_LDS_ALLOC", 7: "HW_REG_IB_STS", 20: "HW_REG_XCC_ID"}
+_HWREGS = {
+    1: "HW_REG_MODE",
+    2: "HW_REG_STATUS",
+    3: "HW_REG_TRAPSTS",
+    4: "HW_REG_HW_ID",
+    5: "HW_REG_GPR_ALLOC",
+    6: "HW_REG_LDS_ALLOC",
+    7: "HW_REG_IB_STS",
+    20: "HW_REG_XCC_ID",
+}
 _SDWA = ("BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3", "WORD_0", "WORD_1", "DWORD")
 _UNUSED = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
 
@@ -15,7 +23,7 @@ _UNUSED = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
 @cache
 def _twin_forms() -> frozenset[str]:
     """Mnemonics that exist both as a 32-bit encoding and as VOP3: LLVM tells those apart by a suffix."""
-    from tinygrad.runtime.autogen.amd.cdna.enum import VOP1Op, VOP2Op, VOP3Op, VOP3SDOp, VOPCOp
+    from tinygrad.runtime.autogen.amd.cdna.enum import VOP1Op, VOP2Op, VOPCOp
 
     def names(*enums) -> set[str]:
         return {op.name.lower().removesuffix("_e32").removesuffix("_e64") for enum in enums for op in enum}
@@ -33,7 +41,16 @@ def _name(inst: Instruction) -> str:
     return inst.mnemonic
 
 
-_BARE = ("v_nop", "v_readfirstlane_b32", "v_fmaak_f32", "v_fmamk_f32", "v_madak_f32", "v_madmk_f32", "v_swap_b32")
+_BARE = (
+    "v_nop",
+    "v_accvgpr_mov_b32",
+    "v_readfirstlane_b32",
+    "v_fmaak_f32",
+    "v_fmamk_f32",
+    "v_madak_f32",
+    "v_madmk_f32",
+    "v_swap_b32",
+)
 
 
 def format_operand(operand: Operand, signed_literal: bool = False) -> str:
@@ -83,7 +100,8 @@ def _scalar(inst: Instruction) -> str:
         reg = _HWREGS.get(simm & 63, str(simm & 63))
         hwreg = f"hwreg({reg}, {simm >> 6 & 31}, {(simm >> 11) + 1})"
         if name == "s_setreg_imm32_b32":
-            return f"{name} {hwreg}, {inst.mods['literal']:#x}"
+            value = inst.mods["literal"]
+            return f"{name} {hwreg}, {value if value <= 64 else hex(value)}"
         return f"{name} {hwreg}, {parts[0]}" if "setreg" in name else f"{name} {parts[0]}, {hwreg}"
     if inst.encoding == "SOPK":
         parts.append(hex(simm))
@@ -108,7 +126,12 @@ def _vector(inst: Instruction) -> str:
         if packed and (operand.neg or operand.abs):
             operand = Operand(operand.reg, operand.count, operand.value, operand.literal, operand.special, operand.bits)
         parts.append(format_operand(operand))
-    if inst.encoding == "VOP2" and inst.mnemonic in ("v_cndmask_b32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"):
+    if inst.encoding == "VOP2" and inst.mnemonic in (
+        "v_cndmask_b32",
+        "v_addc_co_u32",
+        "v_subb_co_u32",
+        "v_subbrev_co_u32",
+    ):
         parts.append("vcc")
     if inst.mnemonic in ("v_fmaak_f32", "v_madak_f32"):
         parts.append(hex(mods["literal"]))
@@ -153,8 +176,16 @@ def _packed_modifiers(inst: Instruction, sources: list[str]) -> str:
 
 def _dpp(mods: dict[str, int]) -> str:
     control = mods["dpp"]
-    names = {0x130: "wave_shl:1", 0x134: "wave_rol:1", 0x138: "wave_shr:1", 0x13C: "wave_ror:1", 0x140: "row_mirror",
-             0x141: "row_half_mirror", 0x142: "row_bcast:15", 0x143: "row_bcast:31"}
+    names = {
+        0x130: "wave_shl:1",
+        0x134: "wave_rol:1",
+        0x138: "wave_shr:1",
+        0x13C: "wave_ror:1",
+        0x140: "row_mirror",
+        0x141: "row_half_mirror",
+        0x142: "row_bcast:15",
+        0x143: "row_bcast:31",
+    }
     if control < 0x100:
         text = "quad_perm:[" + ",".join(str(control >> 2 * k & 3) for k in range(4)) + "]"
     elif control in names:
@@ -163,7 +194,7 @@ def _dpp(mods: dict[str, int]) -> str:
         kind = {0x100: "row_shl", 0x110: "row_shr", 0x120: "row_ror", 0x150: "row_newbcast"}[control & ~15]
         text = f"{kind}:{control & 15}"
     text = f" {text} row_mask:{mods['row_mask']:#x} bank_mask:{mods['bank_mask']:#x}"
-    return text + (" bound_ctrl:0" if mods["bc"] else "")
+    return text + (" bound_ctrl:1" if mods["bc"] else "")
 
 
 def _sdwa(inst: Instruction, sources: list[str]) -> str:
@@ -225,7 +256,8 @@ def _smem(inst: Instruction) -> str:
     if "soffset" not in operands and "saddr" in operands:
         parts.append(hex(mods["offset"]))
         return f"{inst.mnemonic} {', '.join(parts)}{_flags(inst, 'glc')}"
-    return f"{inst.mnemonic} {', '.join(parts)}{_offset(mods.get('offset', 0)) if mods.get('imm') else ''}".rstrip()
+    offset = f" offset:{mods['offset']:#x}" if mods.get("imm") and "soffset" in operands else ""
+    return f"{inst.mnemonic} {', '.join(parts)}{offset}".rstrip()
 
 
 def format_instruction(inst: Instruction) -> str:
@@ -236,6 +268,17 @@ def format_instruction(inst: Instruction) -> str:
         return _waitcnt(inst)
     if inst.encoding == "SOPP":
         return inst.mnemonic if inst.mnemonic in ("s_barrier", "s_endpgm") else f"{inst.mnemonic} {inst.mods['simm16']}"
-    writers = {"SMEM": _smem, "DS": _lds, "MUBUF": _buffer, "GLOBAL": _global, "FLAT": _global, "SCRATCH": _global,
-               "MFMA": _matrix, "SOP1": _scalar, "SOP2": _scalar, "SOPC": _scalar, "SOPK": _scalar}
+    writers = {
+        "SMEM": _smem,
+        "DS": _lds,
+        "MUBUF": _buffer,
+        "GLOBAL": _global,
+        "FLAT": _global,
+        "SCRATCH": _global,
+        "MFMA": _matrix,
+        "SOP1": _scalar,
+        "SOP2": _scalar,
+        "SOPC": _scalar,
+        "SOPK": _scalar,
+    }
     return writers.get(inst.encoding, _vector)(inst)

@@ -38,7 +38,10 @@ def scc_branch(inst: Instruction):
 
 @builds("s_cbranch_vccz", "s_cbranch_vccnz", "s_cbranch_execz", "s_cbranch_execnz")
 def mask_branch(inst: Instruction):
-    reg, zero = (106 if "vcc" in inst.mnemonic else 126), inst.mnemonic.endswith("z") and not inst.mnemonic.endswith("nz")
+    reg, zero = (
+        (106 if "vcc" in inst.mnemonic else 126),
+        inst.mnemonic.endswith("z") and not inst.mnemonic.endswith("nz"),
+    )
     return lambda g: _decide(((g.S[reg, :, 0] | g.S[reg + 1, :, 0]) == 0) == zero)
 
 
@@ -52,9 +55,25 @@ def end(inst: Instruction):
     return lambda g: END
 
 
-@builds("s_nop", "s_setprio", "s_sleep", "s_icache_inv", "s_dcache_inv", "s_dcache_wb", "s_ttracedata", "s_sethalt",
-        "v_nop", "s_code_end", "s_inst_prefetch", "s_waitcnt_depctr", "buffer_inv", "buffer_wbl2", "s_setvskip",
-        "s_incperflevel", "s_decperflevel")
+@builds(
+    "s_nop",
+    "s_setprio",
+    "s_sleep",
+    "s_icache_inv",
+    "s_dcache_inv",
+    "s_dcache_wb",
+    "s_ttracedata",
+    "s_sethalt",
+    "v_nop",
+    "s_code_end",
+    "s_inst_prefetch",
+    "s_waitcnt_depctr",
+    "buffer_inv",
+    "buffer_wbl2",
+    "s_setvskip",
+    "s_incperflevel",
+    "s_decperflevel",
+)
 def nothing(inst: Instruction):
     return lambda g: None
 

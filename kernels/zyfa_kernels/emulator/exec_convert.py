@@ -26,16 +26,21 @@ def _rounded(function):
 _FROM_F32 = {
     "v_cvt_u32_f32": lambda x: _to_integer(x, 0.0, 2.0**32 - 1, U32),
     "v_cvt_i32_f32": lambda x: _to_integer(x, -(2.0**31), 2.0**31 - 1, I32),
-    "v_cvt_rpi_i32_f32": _rounded(lambda x: np.floor(x.astype(F64) + 0.5)), "v_cvt_flr_i32_f32": _rounded(np.floor),
+    "v_cvt_rpi_i32_f32": _rounded(lambda x: np.floor(x.astype(F64) + 0.5)),
+    "v_cvt_flr_i32_f32": _rounded(np.floor),
     "v_cvt_f16_f32": lambda x: x.astype(F16).view(np.uint16).astype(U32),
 }
 # From 32 raw bits to fp32.
 _TO_F32 = {
-    "v_cvt_f32_u32": lambda x: x.astype(F32), "v_cvt_f32_i32": lambda x: x.view(I32).astype(F32),
+    "v_cvt_f32_u32": lambda x: x.astype(F32),
+    "v_cvt_f32_i32": lambda x: x.view(I32).astype(F32),
     "v_cvt_f32_f16": lambda x: (x & U32(0xFFFF)).astype(np.uint16).view(F16).astype(F32),
-    "v_cvt_f32_ubyte0": lambda x: (x & U32(0xFF)).astype(F32), "v_cvt_f32_ubyte1": lambda x: (x >> U32(8) & U32(0xFF)).astype(F32),
-    "v_cvt_f32_ubyte2": lambda x: (x >> U32(16) & U32(0xFF)).astype(F32), "v_cvt_f32_ubyte3": lambda x: (x >> U32(24)).astype(F32),
-    "v_cvt_f32_fp8": lambda x: E4M3[x & U32(0xFF)].astype(F32), "v_cvt_f32_bf8": lambda x: E5M2[x & U32(0xFF)].astype(F32),
+    "v_cvt_f32_ubyte0": lambda x: (x & U32(0xFF)).astype(F32),
+    "v_cvt_f32_ubyte1": lambda x: (x >> U32(8) & U32(0xFF)).astype(F32),
+    "v_cvt_f32_ubyte2": lambda x: (x >> U32(16) & U32(0xFF)).astype(F32),
+    "v_cvt_f32_ubyte3": lambda x: (x >> U32(24)).astype(F32),
+    "v_cvt_f32_fp8": lambda x: E4M3[x & U32(0xFF)].astype(F32),
+    "v_cvt_f32_bf8": lambda x: E5M2[x & U32(0xFF)].astype(F32),
     "v_cvt_f32_bf16": lambda x: bf16_to_f32(x & U32(0xFFFF)),
 }
 
@@ -204,5 +209,3 @@ def pack_u8(inst: Instruction):
         g.write_vector(row, old(g) & ~(U32(0xFF) << shift) | value << shift)
 
     return run
-
-

@@ -164,7 +164,7 @@ def _write(inst: Instruction):
     count = max(1, size // 4)
 
     def run(g):
-        values = g.V[row:row + count]
+        values = g.V[row : row + count]
         if high:
             values = values >> U32(16)
         _write_done(g, inst, _put(g, inst, address(g), size, values))
@@ -187,8 +187,8 @@ def write2(inst: Instruction):
     count = size // 4
 
     def run(g):
-        low = _put(g, inst, first(g), size, g.V[rows[0]:rows[0] + count])
-        high = _put(g, inst, second(g), size, g.V[rows[1]:rows[1] + count])
+        low = _put(g, inst, first(g), size, g.V[rows[0] : rows[0] + count])
+        high = _put(g, inst, second(g), size, g.V[rows[1] : rows[1] + count])
         _write_done(g, inst, np.concatenate([low, high], axis=-1))
 
     return run

@@ -14,10 +14,22 @@ from .operands import BUILDERS, builds, fetch_u32
 from .registers import is_lds_load
 
 U32, U64, I64 = np.uint32, np.uint64, np.int64
-_SIZES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "byte": 1, "dword": 4, "dwordx2": 8, "dwordx3": 12,
-          "dwordx4": 16}
-_NAME = re.compile(r"(buffer|global|flat)_(load|store)_(lds_)?(ubyte|sbyte|ushort|sshort|short|byte|dwordx[234]|dword)"
-                   r"(_d16)?(_hi)?$")
+_SIZES = {
+    "ubyte": 1,
+    "sbyte": 1,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+    "byte": 1,
+    "dword": 4,
+    "dwordx2": 8,
+    "dwordx3": 12,
+    "dwordx4": 16,
+}
+_NAME = re.compile(
+    r"(buffer|global|flat)_(load|store)_(lds_)?(ubyte|sbyte|ushort|sshort|short|byte|dwordx[234]|dword)"
+    r"(_d16)?(_hi)?$"
+)
 
 
 @builds("s_load_dword", "s_load_dwordx2", "s_load_dwordx4", "s_load_dwordx8", "s_load_dwordx16")
@@ -73,7 +85,7 @@ def _buffer_address(inst: Instruction, dwords: int, size: int):
     step = min(size, 4)
 
     def address(g):
-        words = g.S[rsrc:rsrc + 4]
+        words = g.S[rsrc : rsrc + 4]
         if (words[1] >> U32(16) & U32(0x3FFF)).any():
             wave = int(np.argmax((words[1] >> U32(16) & U32(0x3FFF)) != 0))
             raise Fault("buffer", "only raw buffers (stride 0) are modelled", wave)
@@ -112,7 +124,9 @@ def _load(inst: Instruction):
             values = _sign(values, size)
         if match[5]:
             old = g.V[dst.reg - VGPR]
-            values = (old & U32(0xFFFF) | values << U32(16)) if match[6] else (old & U32(0xFFFF0000) | values & U32(0xFFFF))
+            values = (
+                (old & U32(0xFFFF) | values << U32(16)) if match[6] else (old & U32(0xFFFF0000) | values & U32(0xFFFF))
+            )
         if g.delayed:
             issue(g, g.vm, Pending(inst, dst.regs, values, g.exec))
         else:
@@ -171,7 +185,7 @@ def _store(inst: Instruction):
     shift = U32(16 if match[6] else 0)
 
     def run(g):
-        values = g.V[row:row + dwords]
+        values = g.V[row : row + dwords]
         if shift:
             values = values >> shift
         if is_buffer:
@@ -181,7 +195,7 @@ def _store(inst: Instruction):
             else:
                 step = min(size, 4)
                 for k in range(dwords):
-                    g.memory.store(address + U64(step * k), g.exec & inside[k], step, values[k:k + 1])
+                    g.memory.store(address + U64(step * k), g.exec & inside[k], step, values[k : k + 1])
         else:
             g.memory.store(where(g), g.exec, size, values)
         if g.delayed:

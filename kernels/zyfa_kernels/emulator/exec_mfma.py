@@ -16,7 +16,9 @@ from .decode import VGPR, Instruction, Operand
 from .formats import MX_BITS, MX_TABLES, bf16_to_f32, unpack_codes
 from .operands import BUILDERS, constant_bits, fetch_u32
 
-_NAME = re.compile(r"v_mfma_(scale_)?(f32|i32)_(\d+)x(\d+)x(\d+)_?(f8f6f4|bf16|f16|i8|f32|(?:fp8|bf8)_(?:fp8|bf8))(_1k)?$")
+_NAME = re.compile(
+    r"v_mfma_(scale_)?(f32|i32)_(\d+)x(\d+)x(\d+)_?(f8f6f4|bf16|f16|i8|f32|(?:fp8|bf8)_(?:fp8|bf8))(_1k)?$"
+)
 
 
 def matrix_shape(inst: Instruction) -> tuple[int, int, int]:
@@ -125,8 +127,8 @@ def build_mfma(inst: Instruction):
     elements, blocks = m * n // 64, k // 32
 
     def run(g):
-        left = gather(g.V[rows_a:rows_a + a.count], m, k, decode_a, runs_a)
-        right = gather(g.V[rows_b:rows_b + b.count], n, k, decode_b, runs_b)
+        left = gather(g.V[rows_a : rows_a + a.count], m, k, decode_a, runs_a)
+        right = gather(g.V[rows_b : rows_b + b.count], n, k, decode_b, runs_b)
         if scales:
             left = (left.reshape(g.size, m, blocks, 32) * scales[0](g)[..., None]).reshape(g.size, m, k)
             right = (right.reshape(g.size, n, blocks, 32) * scales[1](g)[..., None]).reshape(g.size, n, k)
@@ -135,20 +137,32 @@ def build_mfma(inst: Instruction):
             if constant is not None:
                 total = product + constant
             else:
-                total = product + accumulator_to_matrix(g.V[row_c:row_c + elements].view(view), m)
+                total = product + accumulator_to_matrix(g.V[row_c : row_c + elements].view(view), m)
             if view is np.int32:
                 result = total.astype(np.int64).astype(np.int32)
             else:
                 result = total.astype(np.float32)
-        g.V[row_d:row_d + elements] = matrix_to_accumulator(result, m).view(np.uint32)
+        g.V[row_d : row_d + elements] = matrix_to_accumulator(result, m).view(np.uint32)
         g.define_all(row_d, elements)
 
     return run
 
 
-_SHAPES = ("32x32x64_f8f6f4", "16x16x128_f8f6f4", "32x32x16_bf16", "16x16x32_bf16", "32x32x16_f16", "16x16x32_f16",
-           "32x32x8_bf16", "16x16x16_bf16", "32x32x8_f16", "16x16x16_f16", "32x32x2_f32", "16x16x4_f32",
-           *[f"{s}_{x}_{y}" for s in ("32x32x16", "16x16x32") for x in ("fp8", "bf8") for y in ("fp8", "bf8")])
+_SHAPES = (
+    "32x32x64_f8f6f4",
+    "16x16x128_f8f6f4",
+    "32x32x16_bf16",
+    "16x16x32_bf16",
+    "32x32x16_f16",
+    "16x16x32_f16",
+    "32x32x8_bf16",
+    "16x16x16_bf16",
+    "32x32x8_f16",
+    "16x16x16_f16",
+    "32x32x2_f32",
+    "16x16x4_f32",
+    *[f"{s}_{x}_{y}" for s in ("32x32x16", "16x16x32") for x in ("fp8", "bf8") for y in ("fp8", "bf8")],
+)
 for _shape in _SHAPES:
     BUILDERS[f"v_mfma_f32_{_shape}"] = build_mfma
 for _shape in ("32x32x64_f8f6f4", "16x16x128_f8f6f4"):
@@ -183,13 +197,13 @@ def build_smfmac(inst: Instruction):
     groups, elements = 64 // m, m * n // 64
 
     def run(g):
-        words = np.ascontiguousarray(np.moveaxis(g.V[a:a + 4], 0, -1))
+        words = np.ascontiguousarray(np.moveaxis(g.V[a : a + 4], 0, -1))
         dense = expand_sparse(tables[0][words.view(np.uint8)], g.V[index])
         left = dense.reshape(g.size, groups, m, 32).transpose(0, 2, 1, 3).reshape(g.size, m, k)
-        right = gather(g.V[b:b + 8], n, k, lambda w: tables[1][w.view(np.uint8)], True)
-        old = accumulator_to_matrix(g.Vf[d:d + elements], m)
+        right = gather(g.V[b : b + 8], n, k, lambda w: tables[1][w.view(np.uint8)], True)
+        old = accumulator_to_matrix(g.Vf[d : d + elements], m)
         total = np.matmul(left, right.transpose(0, 2, 1)) + old
-        g.V[d:d + elements] = matrix_to_accumulator(total.astype(np.float32), m).view(np.uint32)
+        g.V[d : d + elements] = matrix_to_accumulator(total.astype(np.float32), m).view(np.uint32)
         g.define_all(d, elements)
 
     return run

@@ -78,16 +78,24 @@ def packed_move(inst: Instruction):
 
 
 _PK16 = {
-    "v_pk_add_f16": (F16, lambda a, b: a + b), "v_pk_mul_f16": (F16, lambda a, b: a * b),
-    "v_pk_min_f16": (F16, np.fmin), "v_pk_max_f16": (F16, np.fmax),
+    "v_pk_add_f16": (F16, lambda a, b: a + b),
+    "v_pk_mul_f16": (F16, lambda a, b: a * b),
+    "v_pk_min_f16": (F16, np.fmin),
+    "v_pk_max_f16": (F16, np.fmax),
     "v_pk_fma_f16": (F16, lambda a, b, c: (a.astype(np.float64) * b + c).astype(F16)),
-    "v_pk_add_u16": (U16, lambda a, b: a + b), "v_pk_sub_u16": (U16, lambda a, b: a - b),
-    "v_pk_add_i16": (I16, lambda a, b: a + b), "v_pk_sub_i16": (I16, lambda a, b: a - b),
-    "v_pk_mul_lo_u16": (U16, lambda a, b: a * b), "v_pk_mad_u16": (U16, lambda a, b, c: a * b + c),
+    "v_pk_add_u16": (U16, lambda a, b: a + b),
+    "v_pk_sub_u16": (U16, lambda a, b: a - b),
+    "v_pk_add_i16": (I16, lambda a, b: a + b),
+    "v_pk_sub_i16": (I16, lambda a, b: a - b),
+    "v_pk_mul_lo_u16": (U16, lambda a, b: a * b),
+    "v_pk_mad_u16": (U16, lambda a, b, c: a * b + c),
     "v_pk_mad_i16": (I16, lambda a, b, c: a * b + c),
-    "v_pk_min_u16": (U16, np.minimum), "v_pk_max_u16": (U16, np.maximum),
-    "v_pk_min_i16": (I16, np.minimum), "v_pk_max_i16": (I16, np.maximum),
-    "v_pk_lshlrev_b16": (U16, lambda a, b: b << (a & U16(15))), "v_pk_lshrrev_b16": (U16, lambda a, b: b >> (a & U16(15))),
+    "v_pk_min_u16": (U16, np.minimum),
+    "v_pk_max_u16": (U16, np.maximum),
+    "v_pk_min_i16": (I16, np.minimum),
+    "v_pk_max_i16": (I16, np.maximum),
+    "v_pk_lshlrev_b16": (U16, lambda a, b: b << (a & U16(15))),
+    "v_pk_lshrrev_b16": (U16, lambda a, b: b >> (a & U16(15))),
     "v_pk_ashrrev_i16": (I16, lambda a, b: b >> (a & I16(15))),
 }
 
@@ -100,7 +108,9 @@ def _packed16(inst: Instruction):
     if inst.mods.get("clmp"):
         raise NotImplementedError("clamp of packed 16-bit arithmetic")
     # An inline float constant is its fp16 pattern in the low half; op_sel_hi picks the (zero) high half.
-    fetch = [fetch_u32(o) if o.reg >= 0 or o.literal or not isinstance(o.value, float) else _constant16(o) for o in sources]
+    fetch = [
+        fetch_u32(o) if o.reg >= 0 or o.literal or not isinstance(o.value, float) else _constant16(o) for o in sources
+    ]
 
     def half(g, k, select, negate):
         bits = (fetch[k](g) >> U32(16 * select) & U32(0xFFFF)).astype(U16).view(kind)

@@ -59,11 +59,17 @@ def _leading(x):
 
 
 _UNARY = {
-    "s_mov": (lambda x: x, False), "s_not": (lambda x: ~x, True), "s_brev": (_reverse, False),
+    "s_mov": (lambda x: x, False),
+    "s_not": (lambda x: ~x, True),
+    "s_brev": (_reverse, False),
     "s_wqm": (lambda x: x, True),
 }
-_TO_32 = {"s_ff1_i32": (_find_first, False), "s_flbit_i32": (_leading, False), "s_bcnt1_i32": (_count_bits, True),
-          "s_bcnt0_i32": (lambda x: _count_bits(~x), True)}
+_TO_32 = {
+    "s_ff1_i32": (_find_first, False),
+    "s_flbit_i32": (_leading, False),
+    "s_bcnt1_i32": (_count_bits, True),
+    "s_bcnt0_i32": (lambda x: _count_bits(~x), True),
+}
 
 
 @builds(*[f"{n}_b{w}" for n in (*_UNARY, *_TO_32) for w in (32, 64)])
@@ -164,10 +170,32 @@ def _arith(name, a, b, scc):
     raise KeyError(name)
 
 
-_ARITH = ("s_add_u32", "s_addc_u32", "s_sub_u32", "s_subb_u32", "s_add_i32", "s_sub_i32", "s_min_i32", "s_max_i32",
-          "s_min_u32", "s_max_u32", "s_mul_i32", "s_mul_hi_u32", "s_mul_hi_i32", "s_bfm_b32", "s_bfe_u32", "s_bfe_i32",
-          "s_lshl1_add_u32", "s_lshl2_add_u32", "s_lshl3_add_u32", "s_lshl4_add_u32", "s_absdiff_i32",
-          "s_pack_ll_b32_b16", "s_pack_lh_b32_b16", "s_pack_hh_b32_b16")
+_ARITH = (
+    "s_add_u32",
+    "s_addc_u32",
+    "s_sub_u32",
+    "s_subb_u32",
+    "s_add_i32",
+    "s_sub_i32",
+    "s_min_i32",
+    "s_max_i32",
+    "s_min_u32",
+    "s_max_u32",
+    "s_mul_i32",
+    "s_mul_hi_u32",
+    "s_mul_hi_i32",
+    "s_bfm_b32",
+    "s_bfe_u32",
+    "s_bfe_i32",
+    "s_lshl1_add_u32",
+    "s_lshl2_add_u32",
+    "s_lshl3_add_u32",
+    "s_lshl4_add_u32",
+    "s_absdiff_i32",
+    "s_pack_ll_b32_b16",
+    "s_pack_lh_b32_b16",
+    "s_pack_hh_b32_b16",
+)
 
 
 def _as_rows(g, x):
@@ -188,8 +216,13 @@ def arithmetic(inst: Instruction):
 
 
 _LOGIC = {
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "andn2": lambda a, b: a & ~b,
-    "orn2": lambda a, b: a | ~b, "nand": lambda a, b: ~(a & b), "nor": lambda a, b: ~(a | b),
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "andn2": lambda a, b: a & ~b,
+    "orn2": lambda a, b: a | ~b,
+    "nand": lambda a, b: ~(a & b),
+    "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b),
 }
 
@@ -234,8 +267,14 @@ def cselect(inst: Instruction):
     return lambda g: g.write_scalar(dst.reg, np.where(g.S[SCC] != 0, a(g), b(g)), dst.count)
 
 
-_COMPARE = {"eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less,
-            "le": np.less_equal}
+_COMPARE = {
+    "eq": np.equal,
+    "lg": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
 
 
 @builds(*[f"s_cmp_{c}_{t}" for c in _COMPARE for t in ("i32", "u32")], "s_cmp_eq_u64", "s_cmp_lg_u64")
@@ -331,8 +370,9 @@ def setreg(inst: Instruction):
     hwreg, offset, size = packed & 63, packed >> 6 & 31, (packed >> 11 & 31) + 1
     operand = inst.operands.get("src0") or inst.operands.get("sdst")
     literal = inst.mods.get("literal", 0)
-    source = (lambda g: np.full((g.size, 1), literal, U32)) if inst.mnemonic == "s_setreg_imm32_b32" else \
-        fetch_u32(operand)
+    source = (
+        (lambda g: np.full((g.size, 1), literal, U32)) if inst.mnemonic == "s_setreg_imm32_b32" else fetch_u32(operand)
+    )
 
     def run(g):
         if hwreg != HWREG_MODE:

@@ -7,10 +7,19 @@ import numpy as np
 from .decode import Instruction
 from .formats import fma32
 from .modifiers import lane_access
-from .operands import BUILDERS, builds, destination_row, fetch_f32, fetch_i32, fetch_u32, fetch_u64, output_f32
+from .operands import BUILDERS, builds, destination_row, fetch_f32, fetch_u32, flush, output_f32, plain_sources
 
-U8, U16, U32, U64, I16, I32, I64, F32, F64 = (np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.int64,
-                                              np.float32, np.float64)
+U8, U16, U32, U64, I16, I32, I64, F32, F64 = (
+    np.uint8,
+    np.uint16,
+    np.uint32,
+    np.uint64,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.float32,
+    np.float64,
+)
 
 
 def _med3(a, b, c):
@@ -26,30 +35,37 @@ def _log2(x):
     return np.log2(x.astype(F64)).astype(F32)
 
 
-def _frexp_exponent(x):
-    return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(I32)
-
-
 def _ldexp(a, b):
     with np.errstate(over="ignore"):
         return np.ldexp(a.astype(F64), np.clip(np.asarray(b).view(I32), -400, 400)).astype(F32)
 
 
 F32_OPS = {
-    "v_add_f32": lambda a, b: a + b, "v_sub_f32": lambda a, b: a - b, "v_subrev_f32": lambda a, b: b - a,
-    "v_mul_f32": lambda a, b: a * b, "v_min_f32": np.fmin, "v_max_f32": np.fmax,
+    "v_add_f32": lambda a, b: a + b,
+    "v_sub_f32": lambda a, b: a - b,
+    "v_subrev_f32": lambda a, b: b - a,
+    "v_mul_f32": lambda a, b: a * b,
+    "v_min_f32": np.fmin,
+    "v_max_f32": np.fmax,
     "v_mul_legacy_f32": lambda a, b: np.where((a == 0) | (b == 0), F32(0), a * b),
-    "v_fma_f32": fma32, "v_max3_f32": lambda a, b, c: np.fmax(np.fmax(a, b), c),
-    "v_min3_f32": lambda a, b, c: np.fmin(np.fmin(a, b), c), "v_med3_f32": _med3,
-    "v_rndne_f32": np.rint, "v_floor_f32": np.floor, "v_ceil_f32": np.ceil, "v_trunc_f32": np.trunc,
+    "v_fma_f32": fma32,
+    "v_max3_f32": lambda a, b, c: np.fmax(np.fmax(a, b), c),
+    "v_min3_f32": lambda a, b, c: np.fmin(np.fmin(a, b), c),
+    "v_med3_f32": _med3,
+    "v_rndne_f32": np.rint,
+    "v_floor_f32": np.floor,
+    "v_ceil_f32": np.ceil,
+    "v_trunc_f32": np.trunc,
     "v_fract_f32": lambda x: np.minimum(x - np.floor(x), F32(0.99999994)),
     "v_ldexp_f32": _ldexp,
     "v_minimum3_f32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
     "v_maximum3_f32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
 }
 TRANS_OPS = {
-    "v_exp_f32": _exp2, "v_log_f32": _log2,
-    "v_rcp_f32": lambda x: (1.0 / x.astype(F64)).astype(F32), "v_rcp_iflag_f32": lambda x: (1.0 / x.astype(F64)).astype(F32),
+    "v_exp_f32": _exp2,
+    "v_log_f32": _log2,
+    "v_rcp_f32": lambda x: (1.0 / x.astype(F64)).astype(F32),
+    "v_rcp_iflag_f32": lambda x: (1.0 / x.astype(F64)).astype(F32),
     "v_rsq_f32": lambda x: (1.0 / np.sqrt(x.astype(F64))).astype(F32),
     "v_sqrt_f32": lambda x: np.sqrt(x.astype(F64)).astype(F32),
     "v_sin_f32": lambda x: np.sin(x.astype(F64) * 2 * np.pi).astype(F32),
@@ -124,32 +140,53 @@ def _ashr(a, b):
 
 # Integer operations on the raw 32 bits.
 U32_OPS = {
-    "v_mov_b32": lambda a: a, "v_not_b32": lambda a: ~a,
-    "v_add_u32": lambda a, b: a + b, "v_sub_u32": lambda a, b: a - b, "v_subrev_u32": lambda a, b: b - a,
-    "v_add_i32": lambda a, b: a + b, "v_sub_i32": lambda a, b: a - b,
-    "v_and_b32": lambda a, b: a & b, "v_or_b32": lambda a, b: a | b, "v_xor_b32": lambda a, b: a ^ b,
+    "v_mov_b32": lambda a: a,
+    "v_not_b32": lambda a: ~a,
+    "v_add_u32": lambda a, b: a + b,
+    "v_sub_u32": lambda a, b: a - b,
+    "v_subrev_u32": lambda a, b: b - a,
+    "v_add_i32": lambda a, b: a + b,
+    "v_sub_i32": lambda a, b: a - b,
+    "v_and_b32": lambda a, b: a & b,
+    "v_or_b32": lambda a, b: a | b,
+    "v_xor_b32": lambda a, b: a ^ b,
     "v_xnor_b32": lambda a, b: ~(a ^ b),
-    "v_lshlrev_b32": lambda a, b: _lshl(b, a), "v_lshrrev_b32": lambda a, b: _lshr(b, a),
+    "v_lshlrev_b32": lambda a, b: _lshl(b, a),
+    "v_lshrrev_b32": lambda a, b: _lshr(b, a),
     "v_ashrrev_i32": lambda a, b: _ashr(b, a),
-    "v_min_u32": np.minimum, "v_max_u32": np.maximum, "v_min_i32": _signed(np.minimum), "v_max_i32": _signed(np.maximum),
+    "v_min_u32": np.minimum,
+    "v_max_u32": np.maximum,
+    "v_min_i32": _signed(np.minimum),
+    "v_max_i32": _signed(np.maximum),
     "v_min3_u32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
     "v_max3_u32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
     "v_min3_i32": _signed(lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_max3_i32": _signed(lambda a, b, c: np.maximum(np.maximum(a, b), c)),
-    "v_med3_u32": _med3, "v_med3_i32": _signed(_med3),
+    "v_med3_u32": _med3,
+    "v_med3_i32": _signed(_med3),
     "v_mul_u32_u24": lambda a, b: _mask24(a) * _mask24(b),
     "v_mul_i32_i24": lambda a, b: (_sext24(a) * _sext24(b)).view(U32),
     "v_mul_hi_u32_u24": lambda a, b: _mulhi_u(_mask24(a), _mask24(b)),
     "v_mad_u32_u24": lambda a, b, c: _mask24(a) * _mask24(b) + c,
     "v_mad_i32_i24": lambda a, b, c: (_sext24(a) * _sext24(b)).view(U32) + c,
-    "v_mul_lo_u32": lambda a, b: a * b, "v_mul_hi_u32": _mulhi_u, "v_mul_hi_i32": _mulhi_i,
-    "v_add3_u32": lambda a, b, c: a + b + c, "v_lshl_add_u32": lambda a, b, c: _lshl(a, b) + c,
-    "v_add_lshl_u32": lambda a, b, c: _lshl(a + b, c), "v_lshl_or_b32": lambda a, b, c: _lshl(a, b) | c,
-    "v_and_or_b32": lambda a, b, c: a & b | c, "v_or3_b32": lambda a, b, c: a | b | c,
-    "v_xad_u32": lambda a, b, c: (a ^ b) + c, "v_bfi_b32": lambda a, b, c: a & b | ~a & c,
-    "v_bfe_u32": _bfe_u, "v_bfe_i32": _bfe_i, "v_bfm_b32": lambda a, b: (U32(1) << (a & U32(31))) - U32(1) << (b & U32(31)),
-    "v_alignbit_b32": _alignbit, "v_alignbyte_b32": lambda a, b, c: _alignbit(a, b, (c & U32(3)) * U32(8)),
-    "v_perm_b32": _perm, "v_bcnt_u32_b32": lambda a, b: np.bitwise_count(a).astype(U32) + b,
+    "v_mul_lo_u32": lambda a, b: a * b,
+    "v_mul_hi_u32": _mulhi_u,
+    "v_mul_hi_i32": _mulhi_i,
+    "v_add3_u32": lambda a, b, c: a + b + c,
+    "v_lshl_add_u32": lambda a, b, c: _lshl(a, b) + c,
+    "v_add_lshl_u32": lambda a, b, c: _lshl(a + b, c),
+    "v_lshl_or_b32": lambda a, b, c: _lshl(a, b) | c,
+    "v_and_or_b32": lambda a, b, c: a & b | c,
+    "v_or3_b32": lambda a, b, c: a | b | c,
+    "v_xad_u32": lambda a, b, c: (a ^ b) + c,
+    "v_bfi_b32": lambda a, b, c: a & b | ~a & c,
+    "v_bfe_u32": _bfe_u,
+    "v_bfe_i32": _bfe_i,
+    "v_bfm_b32": lambda a, b: (U32(1) << (a & U32(31))) - U32(1) << (b & U32(31)),
+    "v_alignbit_b32": _alignbit,
+    "v_alignbyte_b32": lambda a, b, c: _alignbit(a, b, (c & U32(3)) * U32(8)),
+    "v_perm_b32": _perm,
+    "v_bcnt_u32_b32": lambda a, b: np.bitwise_count(a).astype(U32) + b,
     "v_sad_u32": lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c,
 }
 
@@ -171,10 +208,6 @@ U32_OPS["v_ffbh_u32"] = _highest
 U32_OPS["v_ffbl_b32"] = lambda x: np.where(x == 0, U32(0xFFFFFFFF), np.bitwise_count(~x & (x - U32(1))).astype(U32))
 
 
-def _plain_sources(inst: Instruction, fetch):
-    return [fetch(inst.operands[role]) for role in ("src0", "src1", "src2") if role in inst.operands]
-
-
 def _build_f32(inst: Instruction):
     name = inst.mnemonic
     function = F32_OPS.get(name) or TRANS_OPS.get(name)
@@ -183,12 +216,10 @@ def _build_f32(inst: Instruction):
     if name == "v_ldexp_f32":
         a, b = fetch_f32(inst.operands["src0"]), fetch_u32(inst.operands["src1"])
         return lambda g: g.write_vector(row, finish(g, _ldexp(a(g), b(g))))
-    sources = _plain_sources(inst, fetch_f32)
+    sources = plain_sources(inst, fetch_f32)
     if trans:
-        from .operands import flush
-
         a = sources[0]
-        # The transcendental unit reads and returns denormals as zero in every mode (CDNA3 ISA 6.3; LLVM scales around it).
+        # The transcendental unit takes and gives denormals as zero in every mode (LLVM's lowering scales around it).
         return lambda g: g.write_vector(row, finish(g, flush(function(flush(np.asarray(a(g)))))))
     if len(sources) == 1:
         a = sources[0]
@@ -202,7 +233,7 @@ def _build_f32(inst: Instruction):
 
 def _build_u32(inst: Instruction):
     function, row = U32_OPS[inst.mnemonic], destination_row(inst)
-    sources = _plain_sources(inst, fetch_u32)
+    sources = plain_sources(inst, fetch_u32)
     if inst.mods.get("clmp"):
         raise NotImplementedError("integer clamp")
     if len(sources) == 1:
@@ -223,7 +254,7 @@ for _name in U32_OPS:
 
 @builds("v_bitop3_b32")
 def bitop3(inst: Instruction):
-    a, b, c = _plain_sources(inst, fetch_u32)
+    a, b, c = plain_sources(inst, fetch_u32)
     row, table = destination_row(inst), inst.mods["bitop3"]
 
     def run(g):
@@ -239,8 +270,7 @@ def bitop3(inst: Instruction):
 
 def _fmac(inst: Instruction):
     row, finish = destination_row(inst), output_f32(inst)
-    a, b = _plain_sources(inst, fetch_f32)[:2]
-    from .operands import flush
+    a, b = plain_sources(inst, fetch_f32)[:2]
 
     def run(g):
         old = g.Vf[row]
@@ -254,199 +284,9 @@ BUILDERS["v_fmac_f32"] = lane_access(_fmac)
 
 @builds("v_fmaak_f32", "v_fmamk_f32", "v_madak_f32", "v_madmk_f32")
 def fma_literal(inst: Instruction):
-    a, b = _plain_sources(inst, fetch_f32)[:2]
+    a, b = plain_sources(inst, fetch_f32)[:2]
     literal = np.array(inst.mods["literal"], U32).view(F32)[()]
     finish, row = output_f32(inst), destination_row(inst)
     if inst.mnemonic.endswith("ak_f32"):
         return lambda g: g.write_vector(row, finish(g, fma32(a(g), b(g), literal)))
     return lambda g: g.write_vector(row, finish(g, fma32(a(g), literal, b(g))))
-
-
-@builds("v_mov_b64")
-def mov64(inst: Instruction):
-    row, source = destination_row(inst), fetch_u64(inst.operands["src0"])
-
-    def run(g):
-        value = np.asarray(source(g))
-        g.write_vector(row, value.astype(U32))
-        g.write_vector(row + 1, (value >> U64(32)).astype(U32))
-
-    return run
-
-
-def _cndmask(inst: Instruction):
-    row = destination_row(inst)
-    if inst.encoding == "VOP3":
-        # neg and abs act on the bits as on floats, so a select can negate.
-        a, b = (_float_bits(inst.operands[role]) for role in ("src0", "src1"))
-        mask = inst.operands["src2"].reg
-    else:
-        a, b = _plain_sources(inst, fetch_u32)[:2]
-        mask = 106
-    return lambda g: g.write_vector(row, np.where(g.lane_mask(mask), b(g), a(g)))
-
-
-def _float_bits(operand):
-    base, neg, absolute = fetch_u32(operand), operand.neg, operand.abs
-    if not (neg or absolute):
-        return base
-
-    def fetch(g):
-        x = base(g)
-        if absolute:
-            x = x & U32(0x7FFFFFFF)
-        return x ^ U32(0x80000000) if neg else x
-
-    return fetch
-
-
-BUILDERS["v_cndmask_b32"] = lane_access(_cndmask)
-
-
-def _carry(inst: Instruction):
-    name, row = inst.mnemonic, destination_row(inst)
-    a, b = _plain_sources(inst, fetch_u32)[:2]
-    carry_out = inst.operands["sdst"].reg if "sdst" in inst.operands else 106
-    carry_in = None
-    if name in ("v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"):
-        carry_in = inst.operands["src2"].reg if "src2" in inst.operands else 106
-    subtract, swap = "sub" in name, "rev" in name
-
-    def run(g):
-        x, y = a(g).astype(I64), b(g).astype(I64)
-        if swap:
-            x, y = y, x
-        extra = g.lane_mask(carry_in).astype(I64) if carry_in is not None else I64(0)
-        total = x - y - extra if subtract else x + y + extra
-        total = np.broadcast_to(total, (g.size, 64))
-        out = total < 0 if subtract else total > 0xFFFFFFFF
-        g.write_vector(row, (total & I64(0xFFFFFFFF)).astype(U32))
-        g.write_lane_mask(carry_out, out & g.exec)
-
-    return run
-
-
-for _name in ("v_add_co_u32", "v_sub_co_u32", "v_subrev_co_u32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"):
-    BUILDERS[_name] = _carry
-
-
-@builds("v_mad_u64_u32")
-def mad64(inst: Instruction):
-    a, b = fetch_u32(inst.operands["src0"]), fetch_u32(inst.operands["src1"])
-    c, row, sdst = fetch_u64(inst.operands["src2"]), destination_row(inst), inst.operands["sdst"].reg
-
-    def run(g):
-        product = a(g).astype(U64) * b(g).astype(U64)
-        addend = c(g)
-        total = np.broadcast_to(product + addend, (g.size, 64))
-        g.write_vector(row, total.astype(U32))
-        g.write_vector(row + 1, (total >> U64(32)).astype(U32))
-        g.write_lane_mask(sdst, (total < addend) & g.exec)
-
-    return run
-
-
-@builds("v_lshlrev_b64", "v_lshrrev_b64", "v_ashrrev_i64", "v_lshl_add_u64")
-def wide_shift(inst: Instruction):
-    row, name = destination_row(inst), inst.mnemonic
-    if name == "v_lshl_add_u64":
-        a, n, c = fetch_u64(inst.operands["src0"]), fetch_u32(inst.operands["src1"]), fetch_u64(inst.operands["src2"])
-
-        def value(g):
-            return (a(g) << (n(g) & U32(7)).astype(U64)) + c(g)
-    else:
-        n, a = fetch_u32(inst.operands["src0"]), fetch_u64(inst.operands["src1"])
-
-        def value(g):
-            amount = (n(g) & U32(63)).astype(U64)
-            if name == "v_lshlrev_b64":
-                return a(g) << amount
-            if name == "v_lshrrev_b64":
-                return a(g) >> amount
-            return (np.asarray(a(g)).view(I64) >> amount.astype(I64)).view(U64)
-
-    def run(g):
-        total = np.asarray(value(g))
-        g.write_vector(row, total.astype(U32))
-        g.write_vector(row + 1, (total >> U64(32)).astype(U32))
-
-    return run
-
-
-_CONDITIONS = {
-    "f": lambda a, b: np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b)), bool), "lt": np.less, "eq": np.equal,
-    "le": np.less_equal, "gt": np.greater, "lg": lambda a, b: (a < b) | (a > b), "ge": np.greater_equal,
-    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "u": lambda a, b: np.isnan(a) | np.isnan(b),
-    "nge": lambda a, b: ~(a >= b), "nlg": lambda a, b: ~((a < b) | (a > b)), "ngt": lambda a, b: ~(a > b),
-    "nle": lambda a, b: ~(a <= b), "neq": np.not_equal, "nlt": lambda a, b: ~(a < b), "ne": np.not_equal,
-    "tru": lambda a, b: np.ones(np.broadcast_shapes(np.shape(a), np.shape(b)), bool),
-    "t": lambda a, b: np.ones(np.broadcast_shapes(np.shape(a), np.shape(b)), bool),
-}
-
-
-def _compare(inst: Instruction):
-    prefix, condition, kind = inst.mnemonic[2:].split("_")
-    function, dst = _CONDITIONS[condition], inst.operands["sdst"].reg
-    fetch = {"f32": fetch_f32, "i32": fetch_i32, "u32": fetch_u32, "u64": fetch_u64, "i64": fetch_u64}[kind]
-    a, b = fetch(inst.operands["src0"]), fetch(inst.operands["src1"])
-    view = I64 if kind == "i64" else None
-
-    def run(g):
-        x, y = a(g), b(g)
-        if view is not None:
-            x, y = x.view(view), y.view(view)
-        lanes = np.broadcast_to(function(x, y), (g.size, 64)) & g.exec
-        g.write_lane_mask(dst, lanes)
-        if prefix == "cmpx":
-            g.write_lane_mask(126, lanes)
-
-    return run
-
-
-for _condition in _CONDITIONS:
-    for _kind in ("f32", "i32", "u32", "i64", "u64"):
-        for _prefix in ("cmp", "cmpx"):
-            BUILDERS[f"v_{_prefix}_{_condition}_{_kind}"] = lane_access(_compare)
-
-
-@builds("v_cmp_class_f32", "v_cmpx_class_f32")
-def compare_class(inst: Instruction):
-    a, b, dst = _float_bits(inst.operands["src0"]), fetch_u32(inst.operands["src1"]), inst.operands["sdst"].reg
-
-    def run(g):
-        x, mask = np.broadcast_to(a(g), (g.size, 64)), b(g)
-        sign, size = x >> U32(31) != 0, x & U32(0x7FFFFFFF)
-        nan = size > 0x7F800000
-        kind = np.select(
-            [nan & (size & U32(0x400000) == 0), nan, size == 0x7F800000, size >= 0x800000, size > 0],
-            [U32(0), U32(1), np.where(sign, U32(2), U32(9)), np.where(sign, U32(3), U32(8)),
-             np.where(sign, U32(4), U32(7))], np.where(sign, U32(5), U32(6)))
-        lanes = (mask >> kind & U32(1) != 0) & g.exec
-        g.write_lane_mask(dst, lanes)
-        if "cmpx" in inst.mnemonic:
-            g.write_lane_mask(126, lanes)
-
-    return run
-
-
-@builds("v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_read", "v_accvgpr_write", "v_accvgpr_mov_b32")
-def accvgpr(inst: Instruction):
-    row, source = destination_row(inst), fetch_u32(inst.operands["src0"])
-    return lambda g: g.write_vector(row, source(g))
-
-
-@builds("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")
-def mbcnt(inst: Instruction):
-    a, b, row = fetch_u32(inst.operands["src0"]), fetch_u32(inst.operands["src1"]), destination_row(inst)
-    lanes = np.arange(64, dtype=np.uint64)
-    below = (np.uint64(1) << lanes) - np.uint64(1)
-    mask = (below >> U64(32) if "hi" in inst.mnemonic else below & U64(0xFFFFFFFF)).astype(U32)
-    return lambda g: g.write_vector(row, np.bitwise_count(a(g) & mask).astype(U32) + b(g))
-
-
-@builds("v_frexp_exp_i32_f32", "v_frexp_mant_f32")
-def frexp(inst: Instruction):
-    a, row = fetch_f32(inst.operands["src0"]), destination_row(inst)
-    if inst.mnemonic == "v_frexp_exp_i32_f32":
-        return lambda g: g.write_vector(row, _frexp_exponent(a(g)).view(U32))
-    return lambda g: g.write_vector(row, np.where(np.isfinite(a(g)), np.frexp(a(g))[0], a(g)).astype(F32).view(U32))

@@ -7,11 +7,18 @@ import numpy as np
 
 # Value of every code, in the order of the f8f6f4 format selector (cbsz/blgp): fp8 e4m3, bf8 e5m2, fp6 e2m3, bf6 e3m2,
 # fp4 e2m1. OCP MX v1.0 defines all five.
-MX_TYPES = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn,
-            ml_dtypes.float4_e2m1fn)
+MX_TYPES = (
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+    ml_dtypes.float6_e2m3fn,
+    ml_dtypes.float6_e3m2fn,
+    ml_dtypes.float4_e2m1fn,
+)
 MX_BITS = (8, 8, 6, 6, 4)
-MX_TABLES = tuple(np.arange(1 << bits, dtype=np.uint8).view(kind).astype(np.float64)
-                  for kind, bits in zip(MX_TYPES, MX_BITS, strict=True))
+MX_TABLES = tuple(
+    np.arange(1 << bits, dtype=np.uint8).view(kind).astype(np.float64)
+    for kind, bits in zip(MX_TYPES, MX_BITS, strict=True)
+)
 E4M3, E5M2 = MX_TABLES[0], MX_TABLES[1]
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 

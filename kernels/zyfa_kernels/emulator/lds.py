@@ -1,4 +1,4 @@
-"""Emulated LDS of the workgroups in flight, with a record of what was written, by whom, and in which barrier interval."""
+"""Emulated LDS of the workgroups in flight, with a record of who wrote and read what in which barrier interval."""
 
 from __future__ import annotations
 
@@ -34,11 +34,15 @@ class Lds:
             self.read_epoch = np.full((total, waves), -1, np.int32)
 
     def index(self, g, address: np.ndarray, mask: np.ndarray, size: int, align: int) -> np.ndarray:
-        """Dword indices of byte `address` (int64 [W, L], inside the workgroup's LDS); 0 of the workgroup where masked."""
+        """Dword indices of byte `address` (int64 [W, L], inside the workgroup's LDS); where masked, of byte 0."""
         address = np.where(mask, address, 0)
         if (address & (align - 1)).any():
-            self._fail(mask & (address & (align - 1) != 0), address, "alignment",
-                       f"LDS access of {size} bytes needs a multiple of {align}")
+            self._fail(
+                mask & (address & (align - 1) != 0),
+                address,
+                "alignment",
+                f"LDS access of {size} bytes needs a multiple of {align}",
+            )
         outside = (address < 0) | (address + size > self.size)
         if outside.any():
             self._fail(mask & outside, address, "lds-range", f"LDS access of {size} bytes outside of {self.size} bytes")
@@ -68,8 +72,13 @@ class Lds:
             if bad.any():
                 pending = bad & (state >= ONE_DMA)
                 if pending.any():
-                    self._blame(g, pending, index, "lds-before-wait",
-                                "LDS is read while a load into it is outstanding: no s_waitcnt vmcnt covers it")
+                    self._blame(
+                        g,
+                        pending,
+                        index,
+                        "lds-before-wait",
+                        "LDS is read while a load into it is outstanding: no s_waitcnt vmcnt covers it",
+                    )
                     bad &= ~pending
             if bad.any():
                 self._blame(g, bad, index, "undefined-lds", "LDS bytes are read that were never written")
@@ -78,8 +87,13 @@ class Lds:
             foreign = self.writer[index] != g.waves[:, None, None]
             race = foreign & (self.write_epoch[index] >= now) & mask[..., None]
             if race.any():
-                self._blame(g, race, index, "lds-race", f"read of what wave {self._writer_at(race, index)} wrote "
-                            "without a wait and a barrier between them")
+                self._blame(
+                    g,
+                    race,
+                    index,
+                    "lds-race",
+                    f"read of what wave {self._writer_at(race, index)} wrote without a wait and a barrier between them",
+                )
             self.read_epoch[index[mask], np.broadcast_to(g.waves[:, None], mask.shape)[mask][:, None]] = IN_FLIGHT
 
     def _writer_at(self, bad: np.ndarray, index: np.ndarray) -> int:
@@ -104,16 +118,26 @@ class Lds:
             self._blame(g, clash, index, "lds-race", "LDS is written while a load into it is outstanding")
         race = foreign & (self.write_epoch[index] >= now) & mask[..., None]
         if race.any():
-            self._blame(g, race, index, "lds-race", f"write over what wave {self._writer_at(race, index)} wrote "
-                        "without a wait and a barrier between them")
+            self._blame(
+                g,
+                race,
+                index,
+                "lds-race",
+                f"write over what wave {self._writer_at(race, index)} wrote without a wait and a barrier between them",
+            )
         readers = self.read_epoch[index] >= now[..., None]
         own = np.arange(readers.shape[-1]) == g.waves[:, None, None, None]
         race = (readers & ~own).any(axis=-1) & mask[..., None]
         if race.any():
             position = tuple(np.argwhere(race)[0])
             reader = int(np.argmax((readers & ~own)[position]))
-            self._blame(g, race, index, "lds-race", f"write over what wave {reader} read without a wait and a barrier "
-                        "between them")
+            self._blame(
+                g,
+                race,
+                index,
+                "lds-race",
+                f"write over what wave {reader} read without a wait and a barrier between them",
+            )
         flat = index[mask]
         self.writer[flat] = np.broadcast_to(g.waves[:, None], mask.shape)[mask][:, None]
         self.write_epoch[flat] = IN_FLIGHT

@@ -34,9 +34,9 @@ class GlobalMemory:
             size = max(needed, 2 * self._data.size)
             size = -(-size // ALIGN) * ALIGN
             data, valid = np.full(size, 0xFF, np.uint8), np.zeros(size // 4, bool)
-            data[:self._data.size], valid[:self._valid.size] = self._data, self._valid
+            data[: self._data.size], valid[: self._valid.size] = self._data, self._valid
             self._data, self._valid = data, valid
-        self._valid[start // 4:stop // 4] = True
+        self._valid[start // 4 : stop // 4] = True
         self._end = stop + GUARD
         self.allocations[BASE + start] = nbytes
         return BASE + start
@@ -45,7 +45,7 @@ class GlobalMemory:
         """Copy a numpy array (C order) into fresh memory and return its address."""
         raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else np.zeros(0, np.uint8)
         address = self.alloc(raw.size)
-        self._data[address - BASE:address - BASE + raw.size] = raw
+        self._data[address - BASE : address - BASE + raw.size] = raw
         return address
 
     def download(self, address: int, dtype, shape) -> np.ndarray:
@@ -53,9 +53,13 @@ class GlobalMemory:
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         start = address - BASE
-        if start < 0 or start + nbytes > self._data.size or not self._valid[start // 4:-(-(start + nbytes) // 4)].all():
+        if (
+            start < 0
+            or start + nbytes > self._data.size
+            or not self._valid[start // 4 : -(-(start + nbytes) // 4)].all()
+        ):
             raise ValueError(f"{nbytes} bytes at {address:#x} are not all allocated")
-        return self._data[start:start + nbytes].copy().view(dtype).reshape(shape)
+        return self._data[start : start + nbytes].copy().view(dtype).reshape(shape)
 
     def _offsets(self, address: np.ndarray, mask: np.ndarray, size: int, what: str) -> np.ndarray:
         """Arena offsets of `address` (uint64, [waves, lanes]); lanes outside of `mask` give offset 0."""
@@ -65,7 +69,9 @@ class GlobalMemory:
         if bad.any():
             self._fail(bad, address, f"{what} of {size} bytes outside of any allocation")
         if align > 1 and (offset & (align - 1)).any():
-            self._fail(mask & ((offset & (align - 1)) != 0), address, f"{what} of {size} bytes, misaligned", "alignment")
+            self._fail(
+                mask & ((offset & (align - 1)) != 0), address, f"{what} of {size} bytes, misaligned", "alignment"
+            )
         words = offset >> 2
         for word in range(max(1, (size + 3) // 4)):
             outside = mask & ~self._valid[words + word]
@@ -80,7 +86,7 @@ class GlobalMemory:
         raise Fault(kind, f"{text} (address {value:#x})", int(wave), int(lane))
 
     def load(self, address: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
-        """Load `size` bytes a lane (1, 2 or a multiple of 4) from `address` [W, L]; uint32 [n, W, L], 0 where masked."""
+        """Load `size` bytes a lane (1, 2 or a multiple of 4) from `address` [W, L]: uint32 [n, W, L], 0 if masked."""
         offset = self._offsets(address, mask, size, "load")
         if size >= 4:
             words = self._data.view(np.uint32)
@@ -111,6 +117,8 @@ class GlobalMemory:
         start = address - BASE
         if address & 3:
             raise Fault("alignment", f"scalar load from {address:#x}, not a multiple of 4")
-        if start < 0 or start + 4 * count > self._data.size or not self._valid[start >> 2:(start >> 2) + count].all():
-            raise Fault("global-range", f"scalar load of {4 * count} bytes outside of any allocation (address {address:#x})")
-        return self._data.view(np.uint32)[start >> 2:(start >> 2) + count]
+        if start < 0 or start + 4 * count > self._data.size or not self._valid[start >> 2 : (start >> 2) + count].all():
+            raise Fault(
+                "global-range", f"scalar load of {4 * count} bytes outside of any allocation (address {address:#x})"
+            )
+        return self._data.view(np.uint32)[start >> 2 : (start >> 2) + count]

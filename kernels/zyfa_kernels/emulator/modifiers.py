@@ -40,10 +40,14 @@ def dpp_source_lanes(control: int) -> tuple[np.ndarray, np.ndarray]:
     if 0x121 <= control <= 0x12F:  # row_ror
         return row + (inside - amount & 15), everywhere
     simple = {
-        0x130: (np.minimum(lane + 1, 63), lane < 63), 0x134: ((lane + 1) % 64, everywhere),
-        0x138: (np.maximum(lane - 1, 0), lane > 0), 0x13C: ((lane - 1) % 64, everywhere),
-        0x140: (row + 15 - inside, everywhere), 0x141: ((lane & ~7) + 7 - (lane & 7), everywhere),
-        0x142: (np.maximum(row - 1, 0), row > 0), 0x143: (np.full(64, 31), lane >= 32),
+        0x130: (np.minimum(lane + 1, 63), lane < 63),
+        0x134: ((lane + 1) % 64, everywhere),
+        0x138: (np.maximum(lane - 1, 0), lane > 0),
+        0x13C: ((lane - 1) % 64, everywhere),
+        0x140: (row + 15 - inside, everywhere),
+        0x141: ((lane & ~7) + 7 - (lane & 7), everywhere),
+        0x142: (np.maximum(row - 1, 0), row > 0),
+        0x143: (np.full(64, 31), lane >= 32),
     }
     if control in simple:
         return simple[control]
@@ -61,8 +65,9 @@ def _dpp(inst: Instruction, build):
         enabled &= exists
     operand = inst.operands["src0"]
     row = operand.reg - VGPR
-    plain = dataclasses.replace(inst, variant="", operands=inst.operands | {
-        "src0": dataclasses.replace(operand, reg=SCRATCH0)})
+    plain = dataclasses.replace(
+        inst, variant="", operands=inst.operands | {"src0": dataclasses.replace(operand, reg=SCRATCH0)}
+    )
     inner = build(plain)
     word = np.packbits(enabled, bitorder="little").view("<u8")[0]
 

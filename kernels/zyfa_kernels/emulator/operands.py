@@ -33,9 +33,11 @@ def builds(*mnemonics: str):
 def constant_bits(value: int | float, width: int = 32) -> int:
     """Bit pattern of an inline or literal constant for an operand of `width` bits."""
     if isinstance(value, float):
-        return {16: lambda: struct.unpack("<H", struct.pack("<e", value))[0],
-                32: lambda: struct.unpack("<I", struct.pack("<f", value))[0],
-                64: lambda: struct.unpack("<Q", struct.pack("<d", value))[0]}[width]()
+        return {
+            16: lambda: struct.unpack("<H", struct.pack("<e", value))[0],
+            32: lambda: struct.unpack("<I", struct.pack("<f", value))[0],
+            64: lambda: struct.unpack("<Q", struct.pack("<d", value))[0],
+        }[width]()
     return value & (1 << width) - 1
 
 
@@ -121,6 +123,7 @@ def fetch_f32(operand: Operand) -> Run:
 
         def base(g):
             return constant
+
     if operand.reg < 0 and not operand.special:
         modified = _modify(operand, base)
         return modified
@@ -162,3 +165,8 @@ def output_f32(inst: Instruction) -> Callable[[WaveGroup, np.ndarray], np.ndarra
 
 def destination_row(inst: Instruction, role: str = "vdst") -> int:
     return inst.operands[role].reg - VGPR
+
+
+def plain_sources(inst: Instruction, fetch) -> list[Run]:
+    """Fetch functions of all vector sources of `inst`."""
+    return [fetch(inst.operands[role]) for role in ("src0", "src1", "src2") if role in inst.operands]

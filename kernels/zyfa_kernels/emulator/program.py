@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from . import exec_control, exec_convert, exec_lanes, exec_lds, exec_memory, exec_mfma, exec_packed, exec_scalar, exec_valu
+from . import (
+    exec_compare,
+    exec_control,
+    exec_convert,
+    exec_lanes,
+    exec_lds,
+    exec_memory,
+    exec_mfma,
+    exec_packed,
+    exec_scalar,
+    exec_valu,
+)
 from .codeobject import Kernel
 from .decode import AGPR, EXEC, VGPR, Instruction, register_name
 from .errors import UnknownInstruction
 from .operands import BUILDERS
 from .registers import is_mfma, reads, writes
 
-_MODULES = (exec_control, exec_convert, exec_lanes, exec_lds, exec_memory, exec_mfma, exec_packed, exec_scalar, exec_valu)
+_MODULES = (
+    exec_compare,
+    exec_control,
+    exec_convert,
+    exec_lanes,
+    exec_lds,
+    exec_memory,
+    exec_mfma,
+    exec_packed,
+    exec_scalar,
+    exec_valu,
+)
 
 
 @dataclass
@@ -80,9 +102,13 @@ def _register_budget(inst: Instruction, kernel: Kernel, first_acc: int) -> str |
     total = kernel.descriptor.vgprs
     for span in (*reads(inst), *writes(inst)):
         if span.start >= AGPR and first_acc + span.stop - AGPR > total:
-            return f"{register_name(span.stop - 1)} lies outside of the {total - first_acc} AccVGPRs the kernel declares"
+            return (
+                f"{register_name(span.stop - 1)} lies outside of the {total - first_acc} AccVGPRs the kernel declares"
+            )
         if VGPR <= span.start < AGPR and span.stop - VGPR > min(total, first_acc):
-            return f"{register_name(span.stop - 1)} lies outside of the {min(total, first_acc)} VGPRs the kernel declares"
+            return (
+                f"{register_name(span.stop - 1)} lies outside of the {min(total, first_acc)} VGPRs the kernel declares"
+            )
     return None
 
 

@@ -27,7 +27,8 @@ def lanes_to_mask(lanes: np.ndarray) -> np.ndarray:
 class WaveGroup:
     """Waves in lockstep.
 
-    V  uint32 [515, W, 64]: VGPRs, AccVGPRs, three rows of scratch for DPP and SDWA operands; Vf and Vi are float32 and int32 views of it.
+    V  uint32 [515, W, 64]: VGPRs, AccVGPRs, and three rows of scratch for DPP and SDWA operands;
+       Vf and Vi are float32 and int32 views of it.
     S  uint32 [129, W, 1]: scalar registers by their encoding; row 128 is SCC.
     state  one byte a register: defined in all lanes of all waves, not (then `lanes_defined` says where), or pending.
     """
@@ -43,8 +44,8 @@ class WaveGroup:
         self.lanes_defined = np.zeros((515, count), np.uint64)
         self.flush32 = False
         self.fp16_overflow_clamps = False
-        self.vm: list = []      # outstanding vector memory operations, oldest first (delayed-memory mode)
-        self.lgkm: list = []    # outstanding LDS and scalar loads
+        self.vm: list = []  # outstanding vector memory operations, oldest first (delayed-memory mode)
+        self.lgkm: list = []  # outstanding LDS and scalar loads
         self.executed = 0
         self._derive()
         self.set_exec(np.ones((count, LANES), bool))
@@ -64,7 +65,9 @@ class WaveGroup:
         """Recompute the lane mask after a write to EXEC."""
         self.exec = mask_to_lanes(self.S[EXEC], self.S[EXEC + 1])
         self.exec_full = bool(self.exec.all())
-        self.exec_word = self.S[EXEC, :, 0].astype(np.uint64) | self.S[EXEC + 1, :, 0].astype(np.uint64) << np.uint64(32)
+        self.exec_word = self.S[EXEC, :, 0].astype(np.uint64) | self.S[EXEC + 1, :, 0].astype(np.uint64) << np.uint64(
+            32
+        )
 
     def lane_mask(self, reg: int) -> np.ndarray:
         """The 64-bit scalar at `reg` as bool [W, 64]."""
@@ -113,9 +116,9 @@ class WaveGroup:
     def define_all(self, row: int, count: int) -> None:
         """Mark `count` vector registers from `row` defined in every lane, whatever EXEC says (matrix results)."""
         first = row + VGPR
-        if PENDING in self.state[first:first + count]:
-            self._write_under_load(first + self.state[first:first + count].index(PENDING))
-        self.state[first:first + count] = b"\x01" * count
+        if PENDING in self.state[first : first + count]:
+            self._write_under_load(first + self.state[first : first + count].index(PENDING))
+        self.state[first : first + count] = b"\x01" * count
 
     def _write_under_load(self, reg: int) -> None:
         self.hazard("write-under-load", f"{register_name(reg)} is written while a load into it is outstanding")
@@ -170,9 +173,12 @@ class WaveGroup:
 
     def can_join(self, other: WaveGroup) -> bool:
         same = [[p.inst.index for p in q] for q in (self.vm, self.lgkm)]
-        return (self.index == other.index and self.flush32 == other.flush32
-                and self.fp16_overflow_clamps == other.fp16_overflow_clamps
-                and same == [[p.inst.index for p in q] for q in (other.vm, other.lgkm)])
+        return (
+            self.index == other.index
+            and self.flush32 == other.flush32
+            and self.fp16_overflow_clamps == other.fp16_overflow_clamps
+            and same == [[p.inst.index for p in q] for q in (other.vm, other.lgkm)]
+        )
 
     def join(self, other: WaveGroup) -> None:
         """Take the waves of `other`, which stands at the same instruction, into this group."""
@@ -185,8 +191,10 @@ class WaveGroup:
                 self.state[reg] = UNDEFINED
         for reg in range(VGPR):
             self.state[reg] = min(self.state[reg], other.state[reg])
-        order = np.argsort(np.concatenate([self.workgroups, other.workgroups]) * 64
-                           + np.concatenate([self.waves, other.waves]), kind="stable")
+        order = np.argsort(
+            np.concatenate([self.workgroups, other.workgroups]) * 64 + np.concatenate([self.waves, other.waves]),
+            kind="stable",
+        )
         for name in ("waves", "workgroups", "lds_base"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)])[order])
         for name in ("V", "S", "lanes_defined"):
@@ -197,5 +205,17 @@ class WaveGroup:
         self.exec_changed()
 
 
-__all__ = ["AGPR", "DEFINED", "EXEC", "LANES", "PENDING", "SCC", "UNDEFINED", "VCC", "VGPR", "WaveGroup",
-           "lanes_to_mask", "mask_to_lanes"]
+__all__ = [
+    "AGPR",
+    "DEFINED",
+    "EXEC",
+    "LANES",
+    "PENDING",
+    "SCC",
+    "UNDEFINED",
+    "VCC",
+    "VGPR",
+    "WaveGroup",
+    "lanes_to_mask",
+    "mask_to_lanes",
+]
