@@ -104,9 +104,10 @@ def build(
 
 def check(target: NameOrFile, json: Json = False) -> None:
     """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation."""
+    code = _loaded(target)
     from zyfa_kernels.emulator.checks import check as run_checks
 
-    report = run_checks(_loaded(target))
+    report = run_checks(code)
     violations = [v if isinstance(v, (str, dict)) else str(v) for v in report.violations]
     document = {
         "violations": violations,
@@ -131,9 +132,10 @@ def cycles(
     json: Json = False,
 ) -> None:
     """The cycle model's view of the main loop. All figures are modelled, none is measured."""
+    code = _loaded(target)
     from zyfa_kernels.emulator.cycles import model
 
-    report = model(_loaded(target))
+    report = model(code)
     keys = ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak")
     document = {key: getattr(report, key) for key in keys}
     if picture:
