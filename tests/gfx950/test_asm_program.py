@@ -98,7 +98,7 @@ def test_the_shortest_path_decides():
     """A branch over filler leaves the consumer too close on one path only."""
     p = Program("t")
     p.op(MFMA, v[0:15], v[16:23], v[24:31], 0)
-    p.op("s_cbranch_vccz", ".Lskip")
+    p.op("s_cbranch_vccnz", ".Lskip")
     for n in range(30):
         p.op("v_mov_b32", v[60 + n], 0)
     p.label(".Lskip")

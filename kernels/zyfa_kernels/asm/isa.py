@@ -108,7 +108,7 @@ _ROWS: dict[str, tuple[str, str, str]] = {
     "s_branch": (BRANCH, "l1", ""),
     "s_cbranch_scc0": (BRANCH, "l1", "scc"),
     "s_cbranch_scc1": (BRANCH, "l1", "scc"),
-    "s_cbranch_vccz": (BRANCH, "l1", "vcc"),
+    "s_cbranch_vccnz": (BRANCH, "l1", "vcc"),
     "s_barrier": (BARRIER, "", ""),
     "s_nop": (NOP, "i1", ""),
     "s_endpgm": (END, "", ""),

@@ -125,8 +125,8 @@ def matrix_phase(state: State, stage: int) -> None:
         program.emit(matrix_instruction(state, row, number))
         if not row.startswith("SUM"):
             ahead = number + LOOKAHEAD
-            if ahead < total:
-                program.emit(read_fragment(state, ahead, stage, stage - 1))
+            # Past the last fragment come the first ones of the next tile.
+            program.emit(read_fragment(state, ahead % total, stage + ahead // total, stage - 1))
             number += 1
         for job in jobs:
             verb, which, *part = job.split()
@@ -136,6 +136,12 @@ def matrix_phase(state: State, stage: int) -> None:
                 lds_stage = stage - 1 if which == "k" else stage + STAGES - 2
                 program.emit(stage_load(state, which, int(part[0]), lds_stage), group=0)
     program.emit(op("s_setprio", 0))
+
+
+def read_ahead(state: State, k_addr: Reg) -> None:
+    """The first fragments of a tile whose stage only the registers know."""
+    for number in range(LOOKAHEAD):
+        state.program.emit(read_fragment(state, number, None, 0, k_addr))
 
 
 def scores_only(state: State, k_addr: Reg) -> None:

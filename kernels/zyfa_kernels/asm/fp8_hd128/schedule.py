@@ -40,7 +40,7 @@ VECTOR: tuple[tuple[str, ...], ...] = (
     ("exchange", "sums"),
     ("exponents",),
     ("codes 0",),
-    ("preload", "codes 1"),
+    ("codes 1",),
 )
 
 

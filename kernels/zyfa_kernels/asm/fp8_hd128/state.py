@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..program import Program
 from ..registers import Reg
 from .layout import STAGES
 
-FRAGMENTS = 6  # operand buffers of 8 registers; fragment n of a tile goes to buffer n % 6
+FRAGMENTS = 4  # operand buffers of 8 registers; fragment n of a tile goes to buffer n % 4
 KEY_BLOCKS = 4  # 32-key accumulators of S^T in a tile of 128 keys
 DV_BLOCKS = 4  # 32-row accumulators of O^T
 
@@ -31,6 +32,7 @@ class State:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self.program = Program(variant.name)
+        self.outlined: list[Callable[[], None]] = []  # blocks to place behind the end of the program
         self._vector()
         self._scalar()
 
@@ -43,13 +45,7 @@ class State:
         self.ones = v("ones", 8, "row-sum operand: 1.0 where row and key group belong to one query", align=4)
         self.frag = v("frag", 8 * FRAGMENTS, "operand buffers for K and V fragments", align=4)
         place = self.program.vgprs.place
-        # The row sums come out of the last matrix instructions of a phase, when buffers 4 and 5 are spent.
-        self.sums = (
-            place("sum0", self.frag[32:35], "row sum of P over keys 0-63"),
-            place("sum1", self.frag[40:43], "row sum of P over keys 64-127"),
-        )
-        self.rel = place("rel", self.frag[24:24], "masking: last visible key, relative to the block")
-        self.neg_inf = place("neg_inf", self.frag[26:26], "masking: -inf")
+        self.sums = (v("sum0", 4, "row sum of P over keys 0-63"), v("sum1", 4, "over keys 64-127"))
         self.k_addr = v("k_addr", 4, "LDS address of K per head-dim quarter")
         self.v_addr = v("v_addr", 4, "LDS address of V per value-dim block")
         self.k_off = v("k_off", 2, "global offset of the K rows that this lane stages")
@@ -63,6 +59,8 @@ class State:
         self.alpha = v("alpha", 1, "2^(m - m')")
         self.base = v("base", 1, "bias of the code before the block exponent")
         self.bias = (v("bias0", 1, "bias of keys 0-63; first -k of the block"), v("bias1", 1, "of keys 64-127"))
+        self.rel = place("rel", self.base, "masking: last visible key, relative to the block")
+        self.neg_inf = place("neg_inf", self.bias[0], "masking: -inf")
         self.block_exp = (v("block_exp0", 1, "low byte: E8M0 of 2^(-k-B), keys 0-63"), v("block_exp1", 1, "64-127"))
         self.block_scale = (v("block_scale0", 1, "2^(-k-B) as a float, keys 0-63"), v("block_scale1", 1, "64-127"))
         self.unit = v("unit", 1, "E8M0 of 1.0, the scale of V")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 
 from ..instruction import Instruction, op
 from ..registers import VCC, Reg
 from .layout import TILE_KEYS
-from .matrix import read_fragment
-from .schedule import LOOKAHEAD, VECTOR
+from .schedule import VECTOR
 from .state import KEY_BLOCKS, State
 
 MIN_EXPONENT = -100.0  # of a block below the row maximum: what lies lower is far below the last bit of the sum
@@ -121,17 +121,38 @@ def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[I
     return _staggered([fma, exp, low, high])
 
 
+def visibility(state: State) -> list[Instruction]:
+    """SCC = whether every query of the wave sees every key of the tile; computed before the barrier, used behind it."""
+    return [
+        op("s_add_i32", state.scratch[0], state.key0, TILE_KEYS - 1),
+        op("s_cmp_le_i32", state.scratch[0], state.visible, note="does the wave see the whole tile?"),
+    ]
+
+
+def _outline(state: State, branch: str, name: str, block: Callable[[], None], note: str) -> None:
+    """A block that is rarely needed, placed behind the end of the program: the usual path takes no branch."""
+    program, number = state.program, len(state.program.body)
+    away, back = f".L{name}{number}", f".L{name}{number}_done"
+    program.op(branch, away, note=note)
+    program.label(back)
+
+    def place() -> None:
+        program.label(away)
+        block()
+        program.op("s_branch", back)
+
+    state.outlined.append(place)
+
+
 def _mask(state: State) -> None:
-    """Scores of keys that the query does not see become -inf. Skipped by waves that see the whole tile."""
-    program, visible, last = state.program, f".Lvisible{len(state.program.body)}", state.arg[0]
-    program.note("Mask, in waves that do not see the whole tile")
-    program.op("s_add_i32", last, state.key0, TILE_KEYS - 1)
-    program.op("s_cmp_le_i32", last, state.visible)
-    program.op("s_cbranch_scc1", visible)
-    program.op("v_mov_b32", state.neg_inf, float("-inf"))
-    for block in range(KEY_BLOCKS):
-        _mask_block(state, block, last)
-    program.label(visible)
+    """Scores of keys that the query does not see become -inf."""
+
+    def block() -> None:
+        state.program.op("v_mov_b32", state.neg_inf, float("-inf"))
+        for number in range(KEY_BLOCKS):
+            _mask_block(state, number, state.scratch[0])
+
+    _outline(state, "s_cbranch_scc0", "mask", block, "waves that do not see the whole tile mask it")
 
 
 def _mask_block(state: State, block: int, scratch: Reg) -> None:
@@ -160,21 +181,20 @@ def _mask_block(state: State, block: int, scratch: Reg) -> None:
 
 
 def _rescale(state: State) -> None:
-    """O and L times alpha, skipped while no row of the wave has a new maximum (alpha is then exactly 1)."""
-    program, skip = state.program, f".Lsteady{len(state.program.body)}"
-    program.note("Rescale what was accumulated, if a maximum rose")
-    program.op("s_cbranch_vccz", skip)
-    program.op("v_mul_f32", state.row_sum, state.alpha, state.row_sum)
-    for n in range(64):
-        program.op("v_mul_f32", state.o[n], state.alpha, state.o[n])
-    program.label(skip)
+    """O and L times alpha, only if a row of the wave has a new maximum (else alpha is exactly 1)."""
+
+    def block() -> None:
+        state.program.op("v_mul_f32", state.row_sum, state.alpha, state.row_sum)
+        for n in range(64):
+            state.program.op("v_mul_f32", state.o[n], state.alpha, state.o[n])
+
+    _outline(state, "s_cbranch_vccnz", "rescale", block, "rescale what was accumulated, if a maximum rose")
 
 
-def vector_phase(state: State, next_stage: int | None, next_addr: Reg | None = None, first: bool = False) -> None:
-    """Softmax of the current tile. `next_stage` is the stage of the K fragments read ahead (or their addresses)."""
+def vector_phase(state: State, first: bool = False) -> None:
+    """Softmax of the current tile."""
     program = state.program
     _mask(state)
-    preload = [ins for n in range(LOOKAHEAD) for ins in read_fragment(state, n, next_stage, 0, next_addr)]
     streams = {
         "max 0": _max(state, 0),
         "max 1": _max(state, 1),
@@ -183,7 +203,6 @@ def vector_phase(state: State, next_stage: int | None, next_addr: Reg | None = N
         "exponents": _exponents(state),
         "codes 0": _codes(state, 0),
         "codes 1": _codes(state, 1),
-        "preload": preload,
     }
     for names in VECTOR:
         program.note(" and ".join(names))
