@@ -76,7 +76,8 @@ def _complete(g, p: Pending) -> None:
         return
     if kind == "dma":
         flat = index[p.mask]
-        memory.data[flat] = np.moveaxis(p.values, 0, -1)[p.mask]
+        if p.values is not None:
+            memory.data[flat] = np.moveaxis(p.values, 0, -1)[p.mask]
         memory.valid[flat] = (memory.valid[flat] - ONE_DMA) | ALL_BYTES
     if memory.track:
         memory.finish_write(g, index, p.mask)

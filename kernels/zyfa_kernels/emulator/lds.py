@@ -115,14 +115,14 @@ class Lds:
         # Loads of one wave land in order, so its own second load (not its ds_write) over an outstanding one is sound.
         clash = (state >= ONE_DMA) & mask[..., None]
         if not dma and clash.any():
-            self._blame(g, clash, index, "lds-race", "LDS is written while a load into it is outstanding")
+            self._blame(g, clash, index, "lds-overwrite", "LDS is written while a load into it is outstanding")
         race = foreign & (self.write_epoch[index] >= now) & mask[..., None]
         if race.any():
             self._blame(
                 g,
                 race,
                 index,
-                "lds-race",
+                "lds-overwrite",
                 f"write over what wave {self._writer_at(race, index)} wrote without a wait and a barrier between them",
             )
         readers = self.read_epoch[index] >= now[..., None]
@@ -135,7 +135,7 @@ class Lds:
                 g,
                 race,
                 index,
-                "lds-race",
+                "lds-overwrite",
                 f"write over what wave {reader} read without a wait and a barrier between them",
             )
         flat = index[mask]

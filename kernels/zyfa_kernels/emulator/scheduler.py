@@ -18,7 +18,7 @@ from .state import LANES, WaveGroup
 class Launch:
     """One launch: the workgroups in flight, their groups of waves, and the barriers between them."""
 
-    def __init__(self, emulator: Emulator, program: Program, grid, threads, kernarg: bytes, lds: int):
+    def __init__(self, emulator, program: Program, grid, threads, kernarg: bytes, lds: int):
         self.emulator, self.program, self.grid, self.threads = emulator, program, grid, threads
         self.kernarg = emulator.memory.upload(np.frombuffer(kernarg, np.uint8).copy())
         self.waves = int(np.prod(threads)) // LANES

@@ -47,6 +47,7 @@ class WaveGroup:
         self.vm: list = []  # outstanding vector memory operations, oldest first (delayed-memory mode)
         self.lgkm: list = []  # outstanding LDS and scalar loads
         self.executed = 0
+        self.unknown: bytearray | None = None  # registers without a value (runs without arguments)
         self._derive()
         self.set_exec(np.ones((count, LANES), bool))
 
@@ -167,6 +168,7 @@ class WaveGroup:
         other.flush32, other.fp16_overflow_clamps = self.flush32, self.fp16_overflow_clamps
         other.vm, other.lgkm = [p.take(picked) for p in self.vm], [p.take(picked) for p in self.lgkm]
         other.executed = self.executed
+        other.unknown = None if self.unknown is None else bytearray(self.unknown)
         other._derive()
         other.exec_changed()
         return other
@@ -191,6 +193,8 @@ class WaveGroup:
                 self.state[reg] = UNDEFINED
         for reg in range(VGPR):
             self.state[reg] = min(self.state[reg], other.state[reg])
+        if self.unknown is not None:
+            self.unknown = bytearray(a | b for a, b in zip(self.unknown, other.unknown, strict=True))
         order = np.argsort(
             np.concatenate([self.workgroups, other.workgroups]) * 64 + np.concatenate([self.waves, other.waves]),
             kind="stable",
