@@ -16,6 +16,7 @@ from .registry import kernel
 LOG2E = 1 / math.log(2)
 DIES = 8  # accelerator dies of an MI355X, over which workgroups are dealt in turn
 _LARGEST_OFFSET = 2**31
+_NO_WINDOW = 2**30
 
 
 class LaunchError(ValueError):
@@ -29,6 +30,17 @@ class Array:
     address: int
     row: int
     head: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged cache: int32 [batch, pages] table, its byte stride over sequences, tokens a page, byte strides of pages."""
+
+    table: int
+    table_row: int
+    tokens: int
+    k_stride: int
+    v_stride: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,8 @@ def attention_launch(
     delta: float,
     lse: int = 0,
     lse_head: int = 0,
+    window: int | None = None,
+    pages: Pages | None = None,
 ) -> Launch:
     """Launch of one attention call.
 
@@ -69,6 +83,8 @@ def attention_launch(
     q_scale: fp32 [Tq, Hq]; k_scale, v_scale: addresses of fp32 [Hkv] (scale_per_head) or of one value.
     cu_seqlens_q, cu_seqlens_k: addresses of int32 [batch + 1]; the queries of a sequence are the last of its keys.
     lse: address of fp32 [Hq, Tq] with head stride lse_head in bytes, natural log; 0 for none.
+    window: left window, a query at position p sees no key before p - window; None for none.
+    pages: K and V lie in pages; then k and v are the arrays of all pages, with strides of a token inside a page.
     delta: rounding constant of lean P, in codes. Raises LaunchError.
     """
     made = kernel(name)
@@ -90,8 +106,15 @@ def attention_launch(
                 f"{label} has address {array.address:#x}, token stride {array.row} and head stride {array.head} bytes; "
                 f"each is a multiple of 16 and a token at least {width}"
             )
-        if array.row * tokens >= _LARGEST_OFFSET:
+        # K and V are addressed in 64 bits, row groups of Q and the output within one buffer.
+        if label in ("q", "out") and array.row * tokens >= _LARGEST_OFFSET:
             raise LaunchError(f"{label} spans {array.row * tokens} bytes in one sequence; below {_LARGEST_OFFSET} works")
+    if window is not None and not 0 <= window < _NO_WINDOW:
+        raise LaunchError(f"window={window} is not accepted; it lies in 0 .. {_NO_WINDOW - 1}, or None")
+    if pages and (pages.tokens < 8 or pages.tokens & (pages.tokens - 1)):
+        raise LaunchError(f"pages of {pages.tokens} tokens are not accepted; a power of two from 8 on is")
+    if pages and (pages.k_stride % 16 or pages.v_stride % 16):
+        raise LaunchError(f"page strides {pages.k_stride}, {pages.v_stride} are not multiples of 16 bytes")
     group = q_heads // kv_heads
     spread = q_heads % DIES == 0
     tiles = -(-max_seqlen_q // WORKGROUP_QUERIES)
@@ -106,6 +129,13 @@ def attention_launch(
         v_scale=v_scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        block_table=pages.table if pages else cu_seqlens_q,  # which begins with 0: the one page of packed keys
+        block_table_row=pages.table_row if pages else 0,
+        page_shift=pages.tokens.bit_length() - 1 if pages else 31,
+        k_page=pages.k_stride if pages else 0,
+        v_page=pages.v_stride if pages else 0,
+        packed=0 if pages else 1,
+        window=_NO_WINDOW if window is None else window,
         q_row=q.row,
         q_head=q.head,
         k_row=k.row,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..kernel import Kernel
-from . import epilogue, matrix, prologue, vector
+from . import epilogue, matrix, prologue, staging, vector
 from .arguments import ARGUMENTS
 from .layout import LDS_BYTES, STAGES, TILE_BYTES, TILE_KEYS, WAVES
 from .state import State, Variant
@@ -32,7 +32,6 @@ def _loop(state: State) -> None:
         p.op("s_add_i32", state.key0, state.key0, TILE_KEYS)
         p.title(f"Stage {stage}, matrix phase")
         matrix.matrix_phase(state, stage)
-        p.emit(vector.visibility(state))
         p.wait_loads(-1, "K of the tile after the next and V of the next have landed")
         _barrier(state)
         p.title(f"Stage {stage}, vector phase")
@@ -45,30 +44,23 @@ def _loop(state: State) -> None:
 
 def _first_tile(state: State) -> None:
     """Scores and P of tile 0, whose stage is in a register; then into the loop at the stage that follows."""
-    p, t = state.program, state.scratch[0]
+    p = state.program
     temporary = state.o.group(0, 4)  # free until the constants are set
     p.title("First tile, matrix phase: scores only")
-    p.op("s_mov_b32", state.key0, 0)
-    p.op("s_sub_i32", state.key_last0, state.tiles, 1)
-    p.op("s_lshl_b32", state.key_last0, state.key_last0, TILE_KEYS.bit_length() - 1)
     for n in range(4):
         p.op("v_add_u32", temporary[n], state.stage, state.k_addr[n])
     p.note("K of tile 3 and V of tile 2")
-    for which, tile in (("k", 3), ("v", 2)):
-        p.op("s_add_u32", t, state.stage, tile * TILE_BYTES)
-        p.op("s_and_b32", t, t, STAGES * TILE_BYTES - 1)
-        p.op("s_add_u32", t, t, state.lds_wave)
-        for part in range(2):
-            p.op("s_add_u32", prologue.M0, t, (prologue.V_BASE if which == "v" else 0) + part * TILE_BYTES // 2)
-            p.emit(matrix.stage_load_instruction(state, which, part), group=0)
-        p.emit(matrix.advance(state, which))
+    staging.first_tile(state, "k", 3, state.k_pages, 0)
+    staging.first_tile(state, "v", 2, state.v_pages, 0)
     matrix.scores_only(state, temporary)
     p.op("s_add_u32", state.stage, state.stage, TILE_BYTES)
     p.op("s_and_b32", state.stage, state.stage, STAGES * TILE_BYTES - 1, note="stage of tile 1")
     for n in range(4):
         p.op("v_add_u32", temporary[n], state.stage, state.k_addr[n])
     matrix.read_ahead(state, temporary)
-    p.emit(vector.visibility(state))
+    p.op("s_add_i32", state.token, state.token, 3 * TILE_KEYS)
+    for text in ("next", "visible", "pages", "test"):
+        p.emit(staging.job(state, text, 0))
     p.wait_loads(-1, "K of tile 2 and V of tile 1 have landed")
     _barrier(state)
     p.title("First tile, vector phase")
@@ -89,9 +81,7 @@ def build(variant: Variant) -> Kernel:
     state = State(variant)
     p = state.program
     prologue.arguments(state)
-    prologue.staging(state)
-    p.op("s_add_i32", state.tiles, state.tiles, TILE_KEYS - 1)
-    p.op("s_lshr_b32", state.tiles, state.tiles, TILE_KEYS.bit_length() - 1)
+    prologue.addresses(state)
     prologue.first_loads(state)
     prologue.queries(state)
     prologue.constants(state)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..instruction import Instruction, op
-from ..registers import M0, Reg
-from .layout import K_BASE, ROW_BYTES, STAGES, TILE_BYTES, V_BASE
-from .schedule import LOOKAHEAD, MATRIX, fragments
+from ..registers import Reg
+from . import staging
+from .layout import ROW_BYTES
+from .schedule import JOBS, LAST_JOBS, LOOKAHEAD, MATRIX, fragments
 from .state import FRAGMENTS, State, stage_offset
 
 FORMAT = ""  # cbsz = blgp = 0: e4m3 operands
@@ -84,57 +85,24 @@ def matrix_instruction(state: State, row: str, number: int) -> Instruction:
     )
 
 
-def stage_load(state: State, which: str, part: int, lds_stage: int) -> list[Instruction]:
-    """One of the four loads by which a wave stages its share of a tile: 8 rows into LDS."""
-    base = (K_BASE if which == "k" else V_BASE) + stage_offset(lds_stage) + part * TILE_BYTES // 2
-    return [
-        op("s_add_u32", M0, state.lds_wave, base),
-        stage_load_instruction(state, which, part),
-    ]
-
-
-def stage_load_instruction(state: State, which: str, part: int) -> Instruction:
-    offset, desc = (state.k_off, state.k_desc) if which == "k" else (state.v_off, state.v_desc)
-    return op(
-        "buffer_load_dwordx4 lds",
-        offset[part],
-        desc,
-        0,
-        mods="offen",
-        note=f"{which.upper()} rows {64 * part}-{64 * part + 63} (8 of them by this wave) to LDS",
-    )
-
-
-def advance(state: State, which: str) -> list[Instruction]:
-    """Move a descriptor one tile on; past the last key its size is zero and loads fetch nothing."""
-    desc, step = (state.k_desc, state.k_step) if which == "k" else (state.v_desc, state.v_step)
-    return [
-        op("s_add_u32", desc[0], desc[0], step),
-        op("s_addc_u32", desc[1], desc[1], 0),
-        op("s_sub_i32", desc[2], desc[2], step),
-        op("s_max_i32", desc[2], desc[2], 0),
-    ]
-
-
 def matrix_phase(state: State, stage: int) -> None:
     """Tile i in `stage`, tile i-1 in the stage before it; stages K of tile i+3 and V of tile i+2."""
     program = state.program
     number, total = 0, len(fragments())
     program.emit(op("s_setprio", 1, note="matrix instructions first"))
-    for row, jobs in MATRIX:
+    jobs = [ins for text in JOBS for ins in staging.job(state, text, stage)]
+    for place, row in enumerate(MATRIX):
         program.emit(matrix_instruction(state, row, number))
         if not row.startswith("SUM"):
             ahead = number + LOOKAHEAD
             # Past the last fragment come the first ones of the next tile.
             program.emit(read_fragment(state, ahead % total, stage + ahead // total, stage - 1))
             number += 1
-        for job in jobs:
-            verb, which, *part = job.split()
-            if verb == "next":
-                program.emit(advance(state, which))
-            else:
-                lds_stage = stage - 1 if which == "k" else stage + STAGES - 2
-                program.emit(stage_load(state, which, int(part[0]), lds_stage), group=0)
+        share = -(-len(jobs) // max(1, len(MATRIX) - 1 - place))
+        program.emit(jobs[:share], group=0)
+        del jobs[:share]
+    for text in LAST_JOBS:
+        program.emit(staging.job(state, text, stage))
     program.emit(op("s_setprio", 0))
 
 
@@ -154,7 +122,7 @@ def scores_only(state: State, k_addr: Reg) -> None:
 
 def output_only(state: State, stage: int) -> None:
     """Matrix phase after the last tile: its output and row sums."""
-    rows = [row for row, _ in MATRIX if not row.startswith("QK")]
+    rows = [row for row in MATRIX if not row.startswith("QK")]
     number = first = sum(kind == "QK" for kind, _, _ in fragments())
     for ahead in range(first, first + LOOKAHEAD):
         state.program.emit(read_fragment(state, ahead, None, stage))

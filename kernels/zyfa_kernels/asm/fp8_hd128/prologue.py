@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..program import Program
-from ..registers import M0, Reg
+from ..registers import Reg
 from ..registers import v as vector
 from .layout import (
-    BLOCK_KEYS,
     CHUNK,
     HEAD_DIM,
     STAGES,
@@ -16,7 +15,7 @@ from .layout import (
     WAVE_QUERIES,
     WORKGROUP_QUERIES,
 )
-from .matrix import advance, stage_load_instruction
+from . import staging
 from .state import State
 from .vector import MIN_EXPONENT, OFFSET
 
@@ -60,7 +59,8 @@ def arguments(state: State) -> None:
     p.op("s_load_dwordx16", state.ptr, state.kernarg, 0)
     p.op("s_load_dwordx4", state.cu, state.kernarg, 64)
     p.op("s_load_dwordx16", state.arg, state.kernarg, 80)
-    p.op("s_load_dwordx4", state.tail, state.kernarg, 144)
+    p.op("s_load_dwordx8", state.tail[0:7], state.kernarg, 144)
+    p.op("s_load_dwordx4", state.tail[8:11], state.kernarg, 176)
     lane = state.lane
     p.op("v_lshrrev_b32", state.limit, 6, vector[0], note="thread number / 64")
     p.op("v_and_b32", lane, 63, vector[0])
@@ -76,6 +76,7 @@ def arguments(state: State) -> None:
     p.op("s_sub_i32", state.q_len, state.q_span[1], state.q_span[0])
     p.op("s_sub_i32", state.k_len, state.k_span[1], state.k_span[0])
     p.op("s_sub_i32", state.context, state.k_len, state.q_len, note="keys before the first query")
+    offset_pointer(p, state.table, batch, arg("block_table_row"), state.scratch)
     p.note("Long query tiles first: the last tile of the longest sequence is tile 0 of the grid")
     p.op("s_sub_i32", tile, arg("q_tiles"), tile)
     p.op("s_sub_i32", tile, tile, 1)
@@ -92,15 +93,26 @@ def arguments(state: State) -> None:
     p.op("s_add_u32", head, head, lo)
     p.op("s_mul_i32", kv_head, head, arg("group_magic"))
     p.op("s_lshr_b32", kv_head, kv_head, 16)
-    p.note("Keys that any row of the workgroup sees")
-    keys = state.tiles
+    p.note("Tiles that hold a key which any row of the workgroup sees")
+    last = state.last_key
     if state.variant.causal:
-        p.op("s_add_i32", keys, state.row0, WORKGROUP_QUERIES)
-        p.op("s_min_i32", keys, keys, state.q_len)
-        p.op("s_add_i32", keys, keys, state.context)
+        p.op("s_add_i32", last, state.row0, WORKGROUP_QUERIES)
+        p.op("s_min_i32", last, last, state.q_len)
+        p.op("s_add_i32", last, last, state.context)
+        p.op("s_sub_i32", last, last, 1)
     else:
-        p.op("s_mov_b32", keys, state.k_len)
-    p.op("s_max_i32", keys, keys, 0)
+        p.op("s_sub_i32", last, state.k_len, 1)
+    p.op("s_add_i32", state.key0, state.row0, state.context)
+    p.op("s_sub_i32", state.key0, state.key0, arg("window"))
+    p.op("s_max_i32", state.key0, state.key0, 0)
+    p.op("s_and_b32", state.key0, state.key0, -TILE_KEYS, note="first key of the first tile")
+    p.op("s_sub_i32", state.tiles, last, state.key0)
+    p.op("s_add_i32", state.tiles, state.tiles, TILE_KEYS)
+    p.op("s_ashr_i32", state.tiles, state.tiles, TILE_KEYS.bit_length() - 1)
+    p.op("s_max_i32", state.tiles, state.tiles, 0)
+    p.op("s_add_i32", state.key_last0, state.tiles, -1)
+    p.op("s_lshl_b32", state.key_last0, state.key_last0, TILE_KEYS.bit_length() - 1)
+    p.op("s_add_i32", state.key_last0, state.key_last0, state.key0)
 
 
 def constants(state: State) -> None:
@@ -173,17 +185,22 @@ def lds_addresses(state: State) -> None:
         p.op("v_xor_b32", v[block], 2 * CHUNK * block, v[0])
 
 
-def staging(state: State) -> None:
-    """Descriptors of K and V, and the global offset of the 16 bytes that each lane stages."""
+def addresses(state: State) -> None:
+    """Bases of K and V for this sequence and head, pages, and which 16 bytes of 8 rows each lane stages."""
     p, arg, t = state.program, state.arg_of, state.scratch
     p.title("Staging of K and V")
-    for which, desc, step in (("k", state.k_desc, state.k_step), ("v", state.v_desc, state.v_step)):
-        pointer = arg(which)
-        offset_pointer(p, pointer, state.k_start, arg(f"{which}_row"), t)
-        offset_pointer(p, pointer, state.kv_head, arg(f"{which}_head"), t)
-        descriptor(p, desc, pointer, state.tiles, arg(f"{which}_row"), HEAD_DIM, t[0])
-        p.op("s_lshl_b32", step, arg(f"{which}_row"), TILE_KEYS.bit_length() - 1)
+    p.op("s_mul_i32", state.k_start, state.k_start, arg("packed"))
+    for which in ("k", "v"):
+        offset_pointer(p, arg(which), state.k_start, arg(f"{which}_row"), t)
+        offset_pointer(p, arg(which), state.kv_head, arg(f"{which}_head"), t)
+        p.op("s_and_b32", arg(which)[1], arg(which)[1], 0xFFFF, note="48-bit address, stride 0")
+    p.op("s_mov_b32", state.k_desc[3], DESCRIPTOR_WORD3)
+    p.op("s_mov_b32", state.v_desc[3], DESCRIPTOR_WORD3)
+    p.op("s_lshl_b32", state.page_mask, 1, arg("page_shift"))
+    p.op("s_sub_i32", state.page_mask, state.page_mask, 1)
     p.op("s_lshl_b32", state.lds_wave, state.wave, 10)
+    p.op("s_lshl_b32", state.token, state.wave, 3)
+    p.op("s_add_i32", state.token, state.token, state.key0)
     lane, row, slot, x = state.lane, state.block_max[0], state.block_max[1], state.alpha
     parity = t[0]
     p.op("s_and_b32", parity, state.wave, 1)
@@ -192,35 +209,30 @@ def staging(state: State) -> None:
     p.op("v_and_b32", slot, 7, lane)
     p.op("v_xor_b32", x, slot, row)
     p.op("v_xor_b32", x, parity, x, note="K chunk: slot ^ swizzle")
-    p.op("v_lshlrev_b32", state.k_off[0], 4, x)
+    p.op("v_lshlrev_b32", state.k_off, 4, x)
     p.op("v_and_b32", x, 3, row)
     p.op("v_xor_b32", x, slot, x)
     p.op("v_xor_b32", x, t[1], x, note="V chunk")
-    p.op("v_lshlrev_b32", state.v_off[0], 4, x)
-    p.op("s_lshl_b32", t[0], state.wave, 3)
-    p.op("v_add_u32", row, t[0], row)
+    p.op("v_lshlrev_b32", state.v_off, 4, x)
     for off, which in ((state.k_off, "k"), (state.v_off, "v")):
         p.op("v_mul_lo_u32", x, row, arg(f"{which}_row"))
-        p.op("v_add_u32", off[0], off[0], x)
-        p.op("s_lshl_b32", t[0], arg(f"{which}_row"), BLOCK_KEYS.bit_length() - 1)
-        p.op("v_add_u32", off[1], t[0], off[0])
+        p.op("v_add_u32", off, off, x)
 
 
 def first_loads(state: State) -> None:
     """K of tiles 0-2 and V of tiles 0-1, in the order of their use; the loop stages three tiles ahead."""
-    p, t = state.program, state.scratch[0]
+    p = state.program
     p.title("First tiles on their way", "The last tile lies in the last stage, so the first one starts where that leads.")
     p.op("s_sub_i32", state.stage, 0, state.tiles)
     p.op("s_and_b32", state.stage, state.stage, STAGES - 1)
     p.op("s_lshl_b32", state.stage, state.stage, TILE_BYTES.bit_length() - 1)
-    for which, tile, group in (("k", 0, -3), ("k", 1, -2), ("v", 0, -2), ("k", 2, -1), ("v", 1, -1)):
-        p.op("s_add_u32", t, state.stage, tile * TILE_BYTES)
-        p.op("s_and_b32", t, t, STAGES * TILE_BYTES - 1)
-        p.op("s_add_u32", t, t, state.lds_wave)
+    pages = (state.pages0, state.pages1, state.v_pages, state.k_pages)
+    for tile, into in enumerate(pages):
         for part in range(2):
-            p.op("s_add_u32", M0, t, (V_BASE if which == "v" else 0) + part * TILE_BYTES // 2)
-            p.emit(stage_load_instruction(state, which, part), group=group)
-        p.emit(advance(state, which))
+            p.emit(staging.page_offset(state, state.stage_tmp[part], tile, part, perhaps_none=True))
+        p.emit(staging.look_up(state, into, state.stage_tmp[:2]))
+    for which, tile, group in (("k", 0, -3), ("k", 1, -2), ("v", 0, -2), ("k", 2, -1), ("v", 1, -1)):
+        staging.first_tile(state, which, tile, pages[tile], group)
 
 
 def queries(state: State) -> None:
@@ -253,11 +265,18 @@ def queries(state: State) -> None:
         p.op("v_add_u32", state.limit, state.context, row, note="a query sees the keys up to its own position")
         p.op("s_add_i32", state.visible, state.row0, state.context)
         p.op("s_add_i32", state.reach, state.visible, WAVE_QUERIES - 1)
+        p.op("v_mov_b32", state.span, arg("window"))
     else:
         p.op("s_sub_i32", state.visible, state.k_len, 1)
         p.op("s_mov_b32", state.reach, state.visible)
         p.op("v_mov_b32", state.limit, state.visible)
+        p.op("v_add_u32", state.span, state.context, row)
+        p.op("v_sub_u32", state.span, state.limit, state.span)
+        p.op("v_add_u32", state.span, arg("window"), state.span)
     p.op("v_sub_u32", state.limit, state.limit, x)
+    p.op("s_add_i32", state.low_first, state.row0, state.context)
+    p.op("s_sub_i32", state.low_first, state.low_first, arg("window"))
+    p.op("s_add_i32", state.low_last, state.low_first, WAVE_QUERIES - 1)
     p.op("v_mov_b32", x, arg("scale_log2"))
     p.op("v_mul_f32", x, state.head_k_scale, x)
     p.op("v_mul_f32", state.scale, state.scale, x)

@@ -48,8 +48,8 @@ class State:
         self.sums = (v("sum0", 4, "row sum of P over keys 0-63"), v("sum1", 4, "over keys 64-127"))
         self.k_addr = v("k_addr", 4, "LDS address of K per head-dim quarter")
         self.v_addr = v("v_addr", 4, "LDS address of V per value-dim block")
-        self.k_off = v("k_off", 2, "global offset of the K rows that this lane stages")
-        self.v_off = v("v_off", 2, "the same for V")
+        self.k_off = v("k_off", 1, "offset of the 16 bytes of K that this lane stages, in a group of 8 rows")
+        self.v_off = v("v_off", 1, "the same for V")
         self.scale = v("scale", 1, "c: log2 units of one accumulator unit, per query")
         self.code_scale = v("code_scale", 1, "lean P: c in code units")
         self.row_max = v("row_max", 1, "m / c: running maximum in accumulator units")
@@ -61,11 +61,13 @@ class State:
         self.base = place("base", self.alpha_pair[1], "bias of the code before the block exponent")
         self.bias = (v("bias0", 1, "bias of keys 0-63; first -k of the block"), v("bias1", 1, "of keys 64-127"))
         self.rel = place("rel", self.base, "masking: last visible key, relative to the block")
+        self.offset = place("offset", self.frag.group(3, 8), "masking: distance of a key from the last visible one")
         self.neg_inf = place("neg_inf", self.bias[0], "masking: -inf")
         self.block_exp = (v("block_exp0", 1, "low byte: E8M0 of 2^(-k-B), keys 0-63"), v("block_exp1", 1, "64-127"))
         self.block_scale = (v("block_scale0", 1, "2^(-k-B) as a float, keys 0-63"), v("block_scale1", 1, "64-127"))
         self.unit = v("unit", 1, "E8M0 of 1.0, the scale of V")
         self.limit = v("limit", 1, "last visible key of the query, minus 4 in lanes 32-63")
+        self.span = v("span", 1, "last minus first visible key of the query")
         self.lane = v("lane", 1, "lane number (set-up and output)")
 
     def _scalar(self) -> None:
@@ -73,11 +75,9 @@ class State:
         self.kernarg = s("kernarg", 2, "address of the arguments")
         self.wg = s("wg", 3, "workgroup id x, y, z", align=1)
         self.wave = s("wave", 1, "wave 0-7 of the workgroup")
-        self.k_desc = s("k_desc", 4, "buffer descriptor of the next K tile to stage")
-        self.v_desc = s("v_desc", 4, "of the next V tile to stage")
+        self.k_desc = s("k_desc", 4, "buffer descriptor of the next K rows to stage")
+        self.v_desc = s("v_desc", 4, "of the next V rows to stage")
         self.io_desc = s("io_desc", 4, "of Q, then of the scales, of the output")
-        self.k_step = s("k_step", 1, "bytes of a K tile in global memory")
-        self.v_step = s("v_step", 1, "of a V tile")
         self.lds_wave = s("lds_wave", 1, "where this wave stages inside a tile")
         self.stage = s("stage", 1, "stage of the first tile, in bytes")
         self.tiles = s("tiles", 1, "tiles of 128 keys")
@@ -106,13 +106,29 @@ class State:
             ("kv_head", self.masks[3][1], "set-up: KV head"),
             ("scratch", self.scratch, "set-up"),
             ("head_k_scale", self.masks[5][0], "set-up: K scale of the head"),
+            ("pages0", self.masks[6], "set-up: pages of tile 0"),
+            ("pages1", self.masks[7], "set-up: pages of tile 1"),
         ):
             setattr(self, name, place(name, reg, what))
+        self.stage_tmp = (self.masks[0][0], self.masks[0][1], self.masks[5][1])
+        for n, reg in enumerate(self.stage_tmp):
+            place(f"stage_tmp{n}", reg, "staging: token and products")
         self.head_v_scale = s("head_v_scale", 1, "V scale of the head")
         self.ptr = s("ptr", 16, "arguments q, k, v, out, lse, q_scale, k_scale, v_scale", align=4)
         self.cu = s("cu", 4, "arguments cu_seqlens_q, cu_seqlens_k", align=4)
-        self.arg = s("arg", 16, "arguments q_row .. xcd_heads", align=4)
-        self.tail = s("tail", 4, "arguments xcd_shift, scale_log2, code_bias", align=4)
+        self.arg = s("arg", 16, "arguments block_table .. page_shift", align=4)
+        self.tail = s("tail", 12, "arguments k_page .. code_bias", align=4)
+        self.table = self.arg[0:1]
+        for name, reg, what in (
+            ("k_pages", self.cu[0:1], "loop: pages of the next K rows to stage"),
+            ("v_pages", self.cu[2:3], "loop: pages of the next V rows"),
+            ("token", self.wg[0], "loop: first token that this wave stages of the next K tile"),
+            ("last_key", self.wg[1], "loop: last key that any row of the workgroup sees"),
+            ("page_mask", self.wg[2], "loop: tokens of a page minus 1"),
+            ("low_last", self.kernarg[0], "loop: first key that the wave's last query sees"),
+            ("low_first", self.kernarg[1], "loop: first key that the wave's first query sees"),
+        ):
+            setattr(self, name, place(name, reg, what))
 
     def arg_of(self, name: str) -> Reg:
         """The scalar register that holds an argument."""

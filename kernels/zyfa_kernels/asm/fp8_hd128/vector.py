@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from ..instruction import Instruction, op
 from ..registers import VCC, Reg
-from .layout import TILE_KEYS
 from .schedule import VECTOR
+from .staging import NO_TOKEN
 from .state import KEY_BLOCKS, State
 
 MIN_EXPONENT = -100.0  # of a block below the row maximum: what lies lower is far below the last bit of the sum
@@ -121,14 +121,6 @@ def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[I
     return _staggered([fma, exp, low, high])
 
 
-def visibility(state: State) -> list[Instruction]:
-    """SCC = whether every query of the wave sees every key of the tile; computed before the barrier, used behind it."""
-    return [
-        op("s_add_i32", state.scratch[0], state.key0, TILE_KEYS - 1),
-        op("s_cmp_le_i32", state.scratch[0], state.visible, note="does the wave see the whole tile?"),
-    ]
-
-
 def _outline(state: State, branch: str, name: str, block: Callable[[], None], note: str) -> None:
     """A block that is rarely needed, placed behind the end of the program: the usual path takes no branch."""
     program, number = state.program, len(state.program.body)
@@ -150,31 +142,38 @@ def _mask(state: State) -> None:
     def block() -> None:
         state.program.op("v_mov_b32", state.neg_inf, float("-inf"))
         for number in range(KEY_BLOCKS):
-            _mask_block(state, number, state.scratch[0])
+            _mask_block(state, number)
 
     _outline(state, "s_cbranch_scc0", "mask", block, "waves that do not see the whole tile mask it")
 
 
-def _mask_block(state: State, block: int, scratch: Reg) -> None:
+def _mask_block(state: State, block: int) -> None:
     """32 keys: all visible to the wave, none, or some (then a comparison a score)."""
     program, number = state.program, len(state.program.body)
     some, done = f".Lsome{number}", f".Ldone{number}"
+    first, last = state.scratch[0], state.scratch[1]
     scores, m = state.s.group(block, 16), len(state.masks)
-    program.op("s_add_i32", scratch, state.key0, 32 * block + 31)
-    program.op("s_cmp_le_i32", scratch, state.visible)
+    program.op("s_add_i32", first, state.key0, 32 * block)
+    program.op("s_add_i32", last, first, 31)
+    program.op("s_cmp_le_i32", last, state.visible)
+    program.op("s_cselect_b32", state.masks[0][0], first, NO_TOKEN)
+    program.op("s_cmp_ge_i32", state.masks[0][0], state.low_last)
     program.op("s_cbranch_scc1", done)
-    program.op("s_sub_i32", scratch, scratch, 31)
-    program.op("s_cmp_le_i32", scratch, state.reach)
+    program.op("s_cmp_le_i32", first, state.reach)
+    program.op("s_cselect_b32", state.masks[0][0], last, NO_TOKEN)
+    program.op("s_cmp_ge_i32", state.masks[0][0], state.low_first)
     program.op("s_cbranch_scc1", some)
     for n in range(16):
         program.op("v_mov_b32", scores[n], state.neg_inf)
     program.op("s_branch", done)
     program.label(some)
-    program.op("v_subrev_u32", state.rel, scratch, state.limit)
-    for first in range(0, 16, m):
-        keys = [(n, 8 * (n // 4) + n % 4) for n in range(first, first + m)]
+    program.op("v_subrev_u32", state.rel, first, state.limit)
+    for start in range(0, 16, m):
+        keys = [(n, 8 * (n // 4) + n % 4) for n in range(start, start + m)]
         for n, key in keys:
-            program.op("v_cmp_ge_i32", state.masks[n % m], state.rel, key, note=f"key {32 * block + key} visible")
+            program.op("v_subrev_u32", state.offset[n % m], key, state.rel)
+        for n, key in keys:
+            program.op("v_cmp_le_u32", state.masks[n % m], state.offset[n % m], state.span, note=f"key {32 * block + key} visible")
         for n, _ in keys:
             program.op("v_cndmask_b32", scores[n], state.neg_inf, scores[n], state.masks[n % m])
     program.label(done)
