@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,19 @@ def quantize(
     )
 
 
-def on_emulator(name: str, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(out bf16 [Tq, Hq, 128], lse [Hq, Tq], wave-instructions executed)."""
-    from zyfa_kernels.emulator import CodeObject, Emulator
+@lru_cache(maxsize=None)
+def _loaded(name: str) -> Any:
+    from zyfa_kernels.emulator import CodeObject
     from zyfa_kernels.runtime.cache import code_object
 
-    emulator = Emulator(CodeObject.load(code_object(name)))
+    return CodeObject.load(code_object(name))
+
+
+def on_emulator(name: str, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(out bf16 [Tq, Hq, 128], lse [Hq, Tq], wave-instructions executed)."""
+    from zyfa_kernels.emulator import Emulator
+
+    emulator = Emulator(_loaded(name))
     memory = emulator.memory
     tq, hq = problem.q.data.shape[:2]
     out, lse = memory.alloc(tq * hq * 256), memory.alloc(tq * hq * 4)

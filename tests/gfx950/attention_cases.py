@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
 from zyfa_backend import kernel_run, reference
 from zyfa_kernels.emulator import CodeObject, Emulator
-from zyfa_kernels.runtime.attention import Array, attention_launch
+from zyfa_kernels.runtime.attention import Array, Pages, attention_launch
 from zyfa_kernels.runtime.cache import code_object
 from zyfa_kernels.runtime.registry import kernel
+
+
+@lru_cache(maxsize=None)
+def loaded(which: str) -> CodeObject:
+    return CodeObject.load(code_object(which))
 
 
 def name(causal: bool, lean: bool) -> str:
@@ -17,16 +24,24 @@ def name(causal: bool, lean: bool) -> str:
 
 
 def launch(
-    problems: list[kernel_run.Problem], *, pad_heads: int = 0, want_lse: bool = True, delayed: bool = False
+    problems: list[kernel_run.Problem],
+    *,
+    pad_heads: int = 0,
+    want_lse: bool = True,
+    delayed: bool = False,
+    window: int | None = None,
+    page: int | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """One launch over packed sequences; with pad_heads the arrays have that many unused heads between tokens.
+
+    page: K and V in pages of that many tokens, shuffled, K and V of a page side by side, strangers' pages between.
 
     K and V scales are those of the first problem, as in an engine's cache. Unused elements are NaN codes.
     """
     first = problems[0]
     lean = first.config.probabilities == "lean"
     which = name(first.causal, lean)
-    emulator = Emulator(CodeObject.load(code_object(which)), delayed_memory=delayed)
+    emulator = Emulator(loaded(which), delayed_memory=delayed)
     memory = emulator.memory
     hq, hkv = first.q.data.shape[1], first.k.data.shape[1]
     q_lens, k_lens = [len(p.q.data) for p in problems], [len(p.k.data) for p in problems]
@@ -42,6 +57,27 @@ def launch(
     def bounds(lengths: list[int]) -> int:
         return memory.upload(np.cumsum([0, *lengths]).astype(np.int32))
 
+    def paged() -> tuple[Array, Array, Pages]:
+        rng = np.random.default_rng(9)
+        counts = [-(-n // page) for n in k_lens]
+        total = sum(counts) + 3
+        cache = np.full((total, 2, page, hkv, 128), 0x7F, np.uint8)
+        free = rng.permutation(total).tolist()
+        table = np.full((len(problems), max(max(counts), 1)), 10**6, np.int32)  # unused entries lead nowhere
+        for row, (p, count) in enumerate(zip(problems, counts, strict=True)):
+            for n in range(count):
+                table[row, n] = free.pop()
+                for which, x in enumerate((p.k, p.v)):
+                    piece = x.data[n * page : (n + 1) * page].numpy()
+                    cache[table[row, n], which, : len(piece)] = piece
+        start, size = memory.upload(cache), page * hkv * 128
+        pages = Pages(memory.upload(table), table.shape[1] * 4, page, 2 * size, 2 * size)
+        return Array(start, hkv * 128, 128), Array(start + size, hkv * 128, 128), pages
+
+    if page:
+        k, v, pages = paged()
+    else:
+        k, v, pages = packed([p.k.data for p in problems]), packed([p.v.data for p in problems]), None
     tq = sum(q_lens)
     out = memory.upload(np.full((tq, hq + pad_heads, 128), 0x7FC0, np.uint16))
     lse = memory.alloc(4 * hq * tq) if want_lse else 0
@@ -49,8 +85,10 @@ def launch(
     made = attention_launch(
         which,
         q=packed([p.q.data for p in problems]),
-        k=packed([p.k.data for p in problems]),
-        v=packed([p.v.data for p in problems]),
+        k=k,
+        v=v,
+        pages=pages,
+        window=window,
         out=Array(out, (hq + pad_heads) * 256, 256),
         lse=lse,
         lse_head=4 * tq,
@@ -81,9 +119,16 @@ def launch(
     return pieces
 
 
-def expected(p: kernel_run.Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(p: kernel_run.Problem, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     return reference.attend(
-        p.q, p.k, p.v, softmax_scale=p.softmax_scale, causal=p.causal, config=p.config, out_dtype=torch.bfloat16
+        p.q,
+        p.k,
+        p.v,
+        softmax_scale=p.softmax_scale,
+        causal=p.causal,
+        window=window,
+        config=p.config,
+        out_dtype=torch.bfloat16,
     )
 
 

@@ -24,7 +24,7 @@ def fma(a, b, c):
     return (np.float64(a) * np.float64(b) + np.float64(c)).astype(F32)
 
 
-def attend(p: Problem) -> tuple[np.ndarray, np.ndarray]:
+def attend(p: Problem, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(out [Tq, Hq, 128] before rounding to bf16, lse [Hq, Tq]) in fp64, with P's codes as the kernels form them."""
     q, k, v = (codes_to_float(x.data, x.format).numpy().astype(np.float64) for x in (p.q, p.k, p.v))
     (tq, hq, _), (tk, hkv, _) = q.shape, k.shape
@@ -38,9 +38,11 @@ def attend(p: Problem) -> tuple[np.ndarray, np.ndarray]:
         scores = (q[:, head] @ k[:, kv].T).astype(F32)
         if p.causal:
             scores[np.arange(tk)[None] > positions] = -np.inf
+        if window is not None:
+            scores[np.arange(tk)[None] < positions - window] = -np.inf
         scores = np.pad(scores, ((0, 0), (0, -tk % 128)), constant_values=-np.inf)
         values = np.pad(v[:, kv], ((0, -tk % 128), (0, 0)))
-        top = np.full((tq, 1), -1e30, F32)
+        top = np.full((tq, 1), -1e30, F32)  # and no tile is left out: one without a visible key changes nothing
         numerator, total = np.zeros((tq, 128)), np.zeros((tq, 1))
         for tile in range(0, scores.shape[1], 128):
             new = np.maximum(top, scores[:, tile : tile + 128].max(1, keepdims=True))

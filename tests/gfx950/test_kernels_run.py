@@ -109,6 +109,43 @@ def test_chunked_prefill_gives_the_bits_of_the_whole(lean):
         assert torch.equal(piece, out[start:stop]) and torch.equal(piece_lse, lse[:, start:stop])
 
 
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "exact"])
+@pytest.mark.parametrize("page", [8, 16, 64, 128, 256])
+def test_shuffled_pages_give_the_bits_of_packed_keys(page, lean):
+    problems = [gaussian(seq, 2, 1, context, lean=lean, seed=n) for n, (seq, context) in enumerate([(70, 0), (1, 300), (33, 500)])]
+    problems = [replace(p, k=replace(p.k, scale=problems[0].k.scale), v=replace(p.v, scale=problems[0].v.scale)) for p in problems]
+    for (out, lse), (paged, paged_lse) in zip(launch(problems), launch(problems, page=page), strict=True):
+        assert torch.equal(out, paged) and torch.equal(lse, paged_lse)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "exact"])
+@pytest.mark.parametrize("window", [0, 1, 31, 128, 200, 10_000])
+def test_sliding_window(window, lean, causal):
+    p = gaussian(300, 1, 1, 333, lean=lean, causal=causal)
+    ((out, lse),) = launch([p], window=window)
+    model, model_lse = fp8_model.attend(p, window)
+    rounded = torch.from_numpy(model).bfloat16().double().numpy()
+    close = 2.0 ** (np.floor(np.log2(np.abs(rounded) + 2.0**-126)) - 7) + 1e-6
+    assert (np.abs(out.double().numpy() - rounded) <= close).all()
+    assert np.abs(lse.numpy() - model_lse).max() < 1e-5
+    ref, ref_lse = expected(p, window)
+    assert torch.allclose(out.float(), ref.float(), atol=0.06) and (lse - ref_lse).abs().max() < 1e-2
+    if window == 10_000:
+        ((whole, whole_lse),) = launch([p])
+        assert torch.equal(out, whole) and torch.equal(lse, whole_lse)
+
+
+def test_a_window_skips_the_tiles_before_it():
+    """Work follows the window, not the context: the first tiles are never touched, so what they hold doesn't matter."""
+    p = gaussian(64, 1, 1, 1000)
+    ((out, _),) = launch([p], window=100)
+    p.v.data[:768] = 0x7F  # NaN; tiles of 128 keys before key 1000 - 100
+    p.k.data[:768] = 0x7F
+    ((same, _),) = launch([p], window=100)
+    assert torch.equal(out, same)
+
+
 def test_strides_may_skip_other_heads_and_lse_may_be_left_out():
     p = gaussian(100, 2, 1, 30)
     ((dense, _),) = launch([p])
