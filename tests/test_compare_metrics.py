@@ -87,7 +87,8 @@ vocabulary = st.integers(3, 40)
 def test_coarsening_never_exceeds_the_full_divergence_and_is_tight_for_the_whole_vocabulary(seed, size, spread, k):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(8, size)) * 2
-    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (logits, logits + spread * rng.normal(size=(8, size))))
+    others = logits + spread * rng.normal(size=(8, size))
+    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (logits, others))
     full = full_kl(p, q)
     coarse = metrics.coarse_kl(top_k(p, k), top_k(q, k))
     assert (coarse <= full + 1e-5).all()

@@ -79,7 +79,10 @@ def test_every_window_begins_with_bos_and_keeps_to_the_context():
 
 
 @given(
-    length=st.integers(16, 5000), tokens=st.integers(16, 6000), context=st.integers(17, 3000), bos=st.sampled_from([[], [7]])
+    length=st.integers(16, 5000),
+    tokens=st.integers(16, 6000),
+    context=st.integers(17, 3000),
+    bos=st.sampled_from([[], [7]]),
 )
 def test_windows_in_general(length, tokens, context, bos):
     ids = list(range(1000, 1000 + length))
@@ -97,7 +100,8 @@ def test_windows_in_general(length, tokens, context, bos):
 
 
 @pytest.mark.parametrize(
-    ("ids", "tokens", "context", "said"), [(list(range(100)), 50, 8, "context of 8"), (list(range(5)), 50, 100, "5 tokens")]
+    ("ids", "tokens", "context", "said"),
+    [(list(range(100)), 50, 8, "context of 8"), (list(range(5)), 50, 100, "5 tokens")],
 )
 def test_too_little_for_a_window(ids, tokens, context, said):
     with pytest.raises(TextError, match=said):

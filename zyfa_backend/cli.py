@@ -12,6 +12,7 @@ import typer
 
 from zyfa_backend import commands
 from zyfa_backend.commands.common import UserError, log
+from zyfa_backend.config import ConfigError
 
 # typer 0.16 and later carry their own copy of click, earlier ones use the package: take the class from typer's own.
 _USAGE_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -49,6 +50,9 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         log(f"zyfa: error: {error}")
         return error.code
+    except ConfigError as error:
+        log(f"zyfa: error: {error}")
+        return 2
     except _USAGE_ERROR as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "zyfa"

@@ -7,6 +7,7 @@ by which P is lifted before it becomes an e4m3 code, `delta` the rounding consta
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 PROBABILITIES = ("exact", "lean", "none")
 QK_FORMATS = ("fp8_e4m3", "int8", "none")
@@ -85,7 +86,7 @@ def parse(text: str) -> AttentionConfig:
     name, *overrides = [part.strip() for part in text.split(",")]
     if name not in PRESETS:
         raise ConfigError(f"{name!r} is not a preset; choose one of {', '.join(PRESETS)}")
-    kinds = {field.name: type(field.default) for field in fields(AttentionConfig)}
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(AttentionConfig)}
     changes: dict[str, str | int | float] = {}
     for override in overrides:
         key, separator, value = override.partition("=")

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
-import sys
-import threading
-import time
 from dataclasses import dataclass
 
 from zyfa_backend.config import LEAN, AttentionConfig, ConfigError
+from zyfa_backend.stats import Counters
 
 HEAD_DIMS = (64, 96, 128, 192)
 # (qk_dim, v_dim) of the shapes with a name of their own.
 MLA_DIMS = (192, 128)
 PHASES = ("causal", "full", "decode")
-_WRITE_INTERVAL = 2.0
 
 
 class Unsupported(ConfigError):
@@ -25,7 +19,7 @@ class Unsupported(ConfigError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides about a kernel: head dimensions, mask or phase, numerics and the model's dtype ("bf16", "fp16", "fp32")."""
+    """What decides about a kernel: head dimensions, mask or phase, numerics, the model's dtype (bf16, fp16, fp32)."""
 
     qk_dim: int
     v_dim: int
@@ -59,7 +53,7 @@ def select(shape: Shape, device: str = "cpu") -> str:
     if shape.qk_dim not in HEAD_DIMS:
         raise Unsupported(f"head dimension {shape.qk_dim} has no kernel; there are kernels for {_listed(HEAD_DIMS)}")
     if shape.qk_dim != shape.v_dim and (shape.qk_dim, shape.v_dim) != MLA_DIMS:
-        raise Unsupported(f"head dimensions {shape.qk_dim}/{shape.v_dim} have no kernel; unequal ones are 192/128 alone")
+        raise Unsupported(f"head dimensions {shape.qk_dim}/{shape.v_dim} have no kernel; only 192/128 may differ")
     kind = device.split(":")[0]
     if kind != "cpu":
         raise Unsupported(f"device {device!r} has no kernel yet; ZYFA runs on cpu")
@@ -95,62 +89,4 @@ def _listed(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
 
 
-class Counters:
-    """Calls and tokens per kernel of this process; thread-safe; written to a directory on request."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kernels: dict[str, dict[str, int]] = {}
-        self._events: dict[str, int] = {}
-        self._directory: str | None = None
-        self._written = 0.0
-
-    def add(self, kernel: str, tokens: int) -> None:
-        """Count one call of `kernel` over `tokens` query tokens."""
-        with self._lock:
-            entry = self._kernels.setdefault(kernel, {"calls": 0, "tokens": 0})
-            entry["calls"] += 1
-            entry["tokens"] += tokens
-        if self._directory and time.monotonic() - self._written > _WRITE_INTERVAL:
-            self.write()
-
-    def event(self, name: str, count: int = 1) -> int:
-        """Add to a named event (e.g. saturated values) and return its total."""
-        with self._lock:
-            self._events[name] = self._events.get(name, 0) + count
-            return self._events[name]
-
-    def snapshot(self) -> dict:
-        """`{"kernels": {name: {"calls", "tokens"}}, "events": {name: count}}` of this process."""
-        with self._lock:
-            return {"kernels": {k: dict(v) for k, v in self._kernels.items()}, "events": dict(self._events)}
-
-    def reset(self) -> None:
-        with self._lock:
-            self._kernels.clear()
-            self._events.clear()
-
-    def write_to(self, directory: str) -> None:
-        """Write `stats-<pid>.json` to `directory` on exit and every few seconds while kernels run."""
-        if self._directory is None:
-            atexit.register(self.write)
-        os.makedirs(directory, exist_ok=True)
-        self._directory = directory
-
-    def write(self) -> None:
-        """Write now, if a directory is set and any kernel ran. The file appears whole or not at all."""
-        if not self._directory or not self._kernels:
-            return
-        self._written = time.monotonic()
-        path = os.path.join(self._directory, f"stats-{os.getpid()}.json")
-        document = {"pid": os.getpid(), "command": sys.argv, **self.snapshot()}
-        try:
-            with open(f"{path}.part", "w") as stream:
-                json.dump(document, stream, indent=1)
-            os.replace(f"{path}.part", path)
-        except OSError as error:
-            print(f"zyfa: kernel counters could not be written to {path}: {error}", file=sys.stderr)
-
-
 counters = Counters()
-

@@ -20,6 +20,8 @@ from zyfa_backend.config import ROTATIONS
 # Each head dimension as blocks on the diagonal; 192 is MLA's 128 "nope" and 64 rope channels.
 _BLOCKS: dict[int, tuple[int, ...]] = {64: (64,), 96: (96,), 128: (128,), 192: (128, 64)}
 HEAD_DIMS = tuple(_BLOCKS)
+CHUNK = 1 << 17  # elements worked on at a time, so that intermediates stay in a core's cache
+_FEW = 1 << 13  # elements below which the number of calls decides the time
 
 
 class RotationError(ValueError):
@@ -45,12 +47,24 @@ def rotate(x: torch.Tensor, kind: str) -> torch.Tensor:
     check(dim, kind)
     if kind == "none":
         return x.float()
-    rows = x.reshape(-1, dim).to(torch.float32)
-    if kind == "signed":
-        rows = rows * _signs(dim, x.device)
-    parts = torch.split(rows, _BLOCKS[dim], dim=-1)
-    turned = [_hadamard_96(part) if part.shape[-1] == 96 else _hadamard_power_of_two(part) for part in parts]
-    return (turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)).view(x.shape)
+    rows = x.reshape(-1, dim)
+    if rows.shape[0] <= CHUNK // dim:
+        return _rotate_rows(rows, kind).view(x.shape)
+    out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+    for part, target in zip(rows.split(CHUNK // dim), out.split(CHUNK // dim), strict=True):
+        target.copy_(_rotate_rows(part, kind))
+    return out.view(x.shape)
+
+
+def _rotate_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [N, D] rotated, fp32; a new tensor."""
+    dim = x.shape[-1]
+    rows = x * _signs(dim, x.device) if kind == "signed" else x.to(torch.float32, copy=True)
+    if dim == 192:
+        turned = torch.cat([_hadamard_power_of_two(part.contiguous()) for part in rows.split(_BLOCKS[dim], -1)], -1)
+    else:
+        turned = _hadamard_96(rows) if dim == 96 else _hadamard_power_of_two(rows)
+    return turned
 
 
 @lru_cache(maxsize=64)
@@ -96,25 +110,30 @@ def _signs(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def _hadamard_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """x [N, 2^n] times Sylvester's matrix over sqrt(2^n), by butterflies."""
+    """x [N, 2^n] times Sylvester's matrix over sqrt(2^n); overwrites x."""
     return _butterflies(x, x.shape[-1]).mul_(1 / math.sqrt(x.shape[-1]))
 
 
 def _butterflies(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Unnormalised Walsh-Hadamard transform of each run of `size` channels of x [N, D]; never writes to x."""
-    rows, dim = x.shape
-    source, target, spare = x, torch.empty_like(x, memory_format=torch.contiguous_format), None
+    """Unnormalised Walsh-Hadamard transform of each run of `size` channels of x [N, D] fp32; overwrites x."""
+    few = x.numel() <= _FEW
+    source, target = x, torch.empty_like(x)
     half = size // 2
     while half >= 1:
-        a = source.reshape(rows, dim // (2 * half), 2, half)
-        b = target.view(rows, dim // (2 * half), 2, half)
-        torch.add(a[:, :, 0], a[:, :, 1], out=b[:, :, 0])
-        torch.sub(a[:, :, 0], a[:, :, 1], out=b[:, :, 1])
-        if spare is None:
-            spare = torch.empty_like(target)
-        source, target, spare = target, spare, target
+        a, b = source.view(-1, 2, half), target.view(-1, 2, half)
+        if few:  # one call for both halves: a ± b · 1 rounds as a ± b does
+            torch.addcmul(a[:, :1], a[:, 1:], _plus_minus(x.device), out=b)
+        else:
+            torch.add(a[:, 0], a[:, 1], out=b[:, 0])
+            torch.sub(a[:, 0], a[:, 1], out=b[:, 1])
+        source, target = target, source
         half //= 2
     return source
+
+
+@lru_cache(maxsize=16)
+def _plus_minus(device: torch.device) -> torch.Tensor:
+    return torch.tensor([[1.0], [-1.0]], device=device)
 
 
 def _hadamard_96(x: torch.Tensor) -> torch.Tensor:

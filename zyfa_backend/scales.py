@@ -98,8 +98,9 @@ class ScaleStore:
                 raise ConfigError(f"ZYFA_SCALES={self._load_path} holds no {key}; it is for another model")
             value = self._file[key]
             if tuple(value.shape) != (heads,):
+                shape = tuple(value.shape)
                 raise ConfigError(
-                    f"ZYFA_SCALES={self._load_path}: {key} has shape {tuple(value.shape)}, the model has {heads} KV heads"
+                    f"ZYFA_SCALES={self._load_path}: {key} has shape {shape}, the model has {heads} KV heads"
                 )
             if not bool((torch.isfinite(value) & (value > 0)).all()):
                 raise ConfigError(f"ZYFA_SCALES={self._load_path}: {key} holds values that are not positive numbers")

@@ -21,9 +21,7 @@ class UserError(Exception):
 
 def print_json(document: Any) -> None:
     """The document to stdout, strict JSON: NaN and infinities raise ValueError instead of being written."""
-    json.dump(document, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    print(json.dumps(document, indent=2, allow_nan=False), flush=True)
 
 
 def log(message: str) -> None:

@@ -54,7 +54,7 @@ def compare(
     context: Annotated[
         int | None, typer.Option(min=16, help="Tokens of a window. Default 2048, or what the model takes if less.")
     ] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="Log-probabilities listed per position.")] = 100,
+    top_k: Annotated[int, typer.Option(min=1, help="Log-probabilities listed per position.")] = 200,
     prompts: Annotated[int, typer.Option(min=0, help="Prompts to continue greedily; 0 leaves that out.")] = 16,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a prompt. Default: half the context.")
@@ -101,7 +101,7 @@ def compare(
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         chosen = select([name.strip() for name in variants.split(",") if name.strip()], define or [], url or [])
-        directory = out or Path("zyfa-results") / model.rstrip("/").rsplit("/", 1)[-1]
+        directory = out or Path("zyfa-results") / Path(model).resolve().name
         with _Display() as display:
             run = Run(
                 model=model,

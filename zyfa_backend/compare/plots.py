@@ -82,6 +82,7 @@ def kl_distribution(series: dict[str, Series]) -> str:
         axes.plot(ordered[shown], share[shown], dash, color=colour, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_xlim(left=1e-6)
     axes.legend(loc="lower left")
     return _svg(figure, "distribution")
 
@@ -94,7 +95,7 @@ def divergence(series: dict[str, Series]) -> str:
             axes.step(np.arange(len(line.survival)), line.survival, dash, where="post", color=colour, label=name)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlim(left=0)
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
     return _svg(figure, "divergence")
 
 

@@ -66,10 +66,10 @@ def _summary(results: dict[str, Any]) -> str:
             continue
         times = f", {significant(row['kl_over_noise'])} times the noise band," if row["kl_over_noise"] else ""
         said.append(
-            f"<b>{escape(row['name'])}</b> is {significant(row['kl'])} nats per token from the baseline{times} and "
-            f"changes the perplexity by {100 * (row['perplexity_ratio'] - 1):+.2f}%."
+            f"<li><b>{escape(row['name'])}</b> is {significant(row['kl'])} nats per token from the baseline{times} and "
+            f"changes the perplexity by {100 * (row['perplexity_ratio'] - 1):+.2f}%.</li>"
         )
-    return " ".join(said) or "No variant besides the baseline was measured."
+    return f"<ul>{''.join(said)}</ul>" if said else "<p>No variant of ZYFA was measured.</p>"
 
 
 def _row(row: dict[str, Any], colour: str) -> str:
@@ -79,7 +79,8 @@ def _row(row: dict[str, Any], colour: str) -> str:
         small = f"<small>{escape(interval)}</small>" if interval else ""
         cells.append(f"<td>{escape(value_of(row, column))}{small}</td>")
     swatch = f'<span class="swatch" style="background:{colour}"></span>'
-    return f'<tr><td class="name">{swatch}{escape(row["name"])}</td>{"".join(cells)}</tr>'
+    ran = f'<small class="kernel">{escape(row["kernel"])}</small>'
+    return f'<tr><td class="name">{swatch}{escape(row["name"])}{ran}</td>{"".join(cells)}</tr>'
 
 
 def _failure(failure: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import metrics, state
 from .metrics import Estimate, TopK
-from .runner import Outcome, Run
+from .runner import Outcome, Run, Settings
 from .state import Measurement
 from .variants import BASELINE, NOISE
 
@@ -44,7 +44,7 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
             "name": name,
             "kernel": measurement.kernel,
             "what": outcome.variants[name].what,
-            **_token_numbers(kl, reference, scores, blocks, run.settings.seed),
+            **_token_numbers(kl, reference, scores, blocks, run.settings),
             **_prompt_numbers(baseline, measurement, run.settings.seed),
             "kernels": measurement.kernels,
             "unlisted_mass": float(metrics.unlisted_mass(scores).mean()),
@@ -53,14 +53,12 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
             "seconds": round(measurement.seconds, 1),
             "command": measurement.command,
         }
-        divergence = metrics.first_divergence(baseline.continuations, measurement.continuations)
-        compared = name != BASELINE and len(divergence) > 0
-        series[name] = Series(
-            kl=kl,
-            positions=np.concatenate([np.arange(1, length + 1) for length in windows]),
-            survival=metrics.surviving(divergence, run.settings.max_tokens) if compared else None,
-            ttft_s=measurement.ttft_s,
-        )
+        survival = None
+        if name != BASELINE and run.settings.prompts:
+            divergence = metrics.first_divergence(baseline.continuations, measurement.continuations)
+            survival = metrics.surviving(divergence, run.settings.max_tokens)
+        positions = np.concatenate([np.arange(1, length + 1) for length in windows])
+        series[name] = Series(kl, positions, survival, measurement.ttft_s)
     noise = _noise_band(rows.get(NOISE))
     for row in rows.values():
         over = row["kl"] / noise["upper"] if noise and noise["upper"] > 0 and row["name"] != BASELINE else None
@@ -99,16 +97,20 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
 
 
 def _token_numbers(
-    kl: np.ndarray | None, reference: TopK, scores: TopK, blocks: np.ndarray, seed: int
+    kl: np.ndarray | None, reference: TopK, scores: TopK, blocks: np.ndarray, settings: Settings
 ) -> dict[str, Any]:
+    seed = settings.seed
     surprise = -scores.actual.astype(np.float64)
     extra = surprise + reference.actual.astype(np.float64)
     numbers: dict[str, Any] = {}
     if kl is None:
-        numbers |= {"kl": 0.0, "kl_interval": [0.0, 0.0], "kl_median": 0.0, "kl_p99": 0.0}
+        numbers |= {"kl": 0.0, "kl_interval": [0.0, 0.0], "kl_median": 0.0, "kl_p99": 0.0, "kl_half_list": 0.0}
     else:
+        half = max(1, settings.top_k // 2)
+        coarser = metrics.coarse_kl(reference.truncated(half), scores.truncated(half))
         numbers |= _named("kl", metrics.mean_over_blocks(kl, blocks, seed=seed))
         numbers |= {"kl_median": float(np.median(kl)), "kl_p99": float(np.percentile(kl, 99))}
+        numbers |= {"kl_half_list": float(coarser.mean())}  # how much the bound still grows with the list
     numbers |= _named("perplexity", metrics.mean_over_blocks(surprise, blocks, np.exp, seed))
     numbers |= _named("perplexity_ratio", metrics.mean_over_blocks(extra, blocks, np.exp, seed))
     same = metrics.same_most_likely(reference, scores).astype(np.float64)

@@ -46,7 +46,7 @@ class Settings:
 
     tokens: int | None = None
     context: int | None = None
-    top_k: int = 100
+    top_k: int = 200
     prompts: int = 16
     prompt_tokens: int | None = None
     max_tokens: int = 64
@@ -249,7 +249,7 @@ class Run:
             ttft.append(continuation.ttft_s)
         return {
             "scores": scores,
-            "continuations": np.array(continuations, dtype=np.int32).reshape(len(continuations), -1),
+            "continuations": np.array(continuations, dtype=np.int32).reshape(-1, settings.max_tokens),
             "ttft_s": np.array(ttft, dtype=np.float64),
             "engine_version": client.version(),
             "max_model_len": client.max_model_len,

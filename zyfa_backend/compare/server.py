@@ -18,7 +18,7 @@ from pathlib import Path
 from .client import Client
 
 TAIL_LINES = 25
-GRACE_S = 30.0
+GRACE_S, HURRIED_GRACE_S = 30.0, 5.0
 # Settings of ZYFA and the server's own credentials never leak from the user's shell into the baseline's server.
 PRIVATE = ("VLLM_ATTENTION_BACKEND", "VLLM_API_KEY")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -97,13 +97,12 @@ class Server:
         try:
             self.start()
         except BaseException:
-            self.stop(grace_s=5)
+            self.stop(in_order=False)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an interrupt nobody wants to wait for a clean shutdown.
-        self.stop(grace_s=GRACE_S if kind is None else 5)
+        self.stop(in_order=kind is None)
 
     def start(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -131,7 +130,7 @@ class Server:
                 self.check_alive()
                 if time.monotonic() > deadline:
                     raise ServerError(self.describe(f"was not healthy after {self.startup_timeout_s:g} s"))
-                time.sleep(0.5)
+                time.sleep(0.2)
         self.check_alive()  # /health may have been answered by another server that took the port first
 
     @property
@@ -179,21 +178,31 @@ class Server:
         except OSError:
             return ""
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """Asks the server to end, waits for its whole process group, then kills what is left of it."""
+    def stop(self, in_order: bool = True) -> None:
+        """Ends the server and waits for its whole process group, killing what does not end in time.
+
+        in_order: only the API server is told, which ends its engine processes so that they write their counters.
+        Otherwise all of them are told at once.
+        """
         process, self._process = self._process, None
         if process is None:
             return
-        if process.poll() is None:
-            process.terminate()  # the API server ends its engine processes in order, so that they write their counters
         try:
-            _wait_for_group(process, grace_s)
+            if not in_order:
+                _signal_group(process, signal.SIGTERM)
+            elif process.poll() is None:
+                process.terminate()
+            _wait_for_group(process, GRACE_S if in_order else HURRIED_GRACE_S)
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            _signal_group(process, signal.SIGKILL)
             process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
 
 
 def _wait_for_group(process: subprocess.Popen[bytes], grace_s: float) -> None:

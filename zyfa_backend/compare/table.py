@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,12 @@ class Column:
 
 
 def significant(value: float) -> str:
-    """Three significant digits, without an exponent between 0.0001 and 100000."""
+    """Three significant digits, without an exponent between a millionth and 100,000."""
     if value == 0:
         return "0"
-    text = f"{value:#.3g}"
-    if "e" in text and 1e-6 < abs(value) < 1e-4:
-        return f"{value:.7f}".rstrip("0")
-    return text.rstrip(".")
+    if not 1e-6 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def percent(value: float) -> str:
@@ -141,16 +141,17 @@ def remarks(results: dict[str, Any]) -> list[str]:
         said.append("The noise band has no width: both baselines gave equal values, so no multiple is given.")
     else:
         said.append(
-            f"Noise band: KL of {NOISE} ({noise['kernel']}) from the baseline, {significant(noise['lower'])} – "
+            f"Noise band: the KL of {NOISE} from the baseline, {significant(noise['lower'])} – "
             f"{significant(noise['upper'])} nats/token; multiples are of its upper end."
         )
     blocks = results["bootstrap"]["token_blocks"]
     if blocks < 16:
         said.append(f"Only {blocks} blocks of tokens: the intervals are rough, and more --tokens would help.")
-    mass = max(row["unlisted_mass"] for row in results["variants"])
+    top_k, mass = results["settings"]["top_k"], max(row["unlisted_mass"] for row in results["variants"])
+    growth = max((1 - row["kl_half_list"] / row["kl"] for row in results["variants"] if row["kl"] > 0), default=0.0)
     said.append(
-        f"KL over the top {results['settings']['top_k']} tokens and a rest bucket that holds {mass:.1%} of the "
-        f"probability on average: a lower bound" + ("; a larger --top-k is tighter." if mass > 0.1 else ".")
+        f"KL over the top {top_k} tokens and a rest bucket, which holds {mass:.1%} of the probability on average: a "
+        f"lower bound. From half that list it is up to {growth:.0%} lower; a larger --top-k tightens it."
     )
     said += [f"{failure['name']} failed and is missing here." for failure in results["failures"]]
     return said

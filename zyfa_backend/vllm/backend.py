@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from zyfa_backend import dispatch, reference, settings
 from zyfa_backend.config import LEAN, UNQUANTIZED, AttentionConfig, ConfigError
+from zyfa_backend.decode import fused_cache
 from zyfa_backend.quantization import Quantized, quantize_kv, quantize_q
 from zyfa_backend.rotation import rotate
 from zyfa_backend.scales import ScaleStore
@@ -59,8 +60,8 @@ class ZyfaAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Head-major first: a head's keys then lie together, and the CPU backend that may serve other layers needs it.
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+        # A head's keys lie together; the CPU backend that may serve other layers has the same layout.
+        return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -82,6 +83,9 @@ class ZyfaAttentionBackend(AttentionBackend):
             f"{', '.join(cls.supported_kv_cache_dtypes)})",
             "dtype not supported": f"dtype {kwargs.get('dtype')} (supported: {', '.join(DTYPES.values())})",
         }
+        if "attn_type" in kwargs:
+            kind = str(kwargs["attn_type"]).removeprefix("AttentionType.").lower()
+            detail[f"attention type {kwargs['attn_type']} not supported"] = f"attention type {kind}"
         return [detail.get(reason, reason) for reason in reasons]
 
 
@@ -90,16 +94,15 @@ class ZyfaMetadata:
     """One step's batch, in host numbers, shared by every layer of a cache group.
 
     prefills: (query start, query end, sequence length, row of the block table) of each request that is prefilled.
-    decode_rows, decode_tokens: rows of the block table and query tokens of the requests with one new token.
+    decode_tokens, decode_lengths, decode_blocks: query token, sequence length and blocks of each request that decodes.
     """
 
     num_actual_tokens: int
-    prefills: list[tuple[int, int, int, int]]
-    decode_rows: torch.Tensor
-    decode_tokens: torch.Tensor
-    seq_lens: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
+    prefills: list[tuple[int, int, int, int]]
+    decode_tokens: torch.Tensor
+    decode_lengths: list[int]
+    decode_blocks: torch.Tensor
 
 
 class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
@@ -123,15 +126,14 @@ class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
                 rows.append(row)
             elif end > start:
                 prefills.append((start, end, lengths[row], row))
-        decode_rows = torch.tensor(rows, dtype=torch.long)
+        block_table = common.block_table_tensor
         return ZyfaMetadata(
             num_actual_tokens=common.num_actual_tokens,
+            block_table=block_table,
             prefills=prefills,
-            decode_rows=decode_rows,
             decode_tokens=torch.tensor([starts[row] for row in rows], dtype=torch.long),
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
+            decode_lengths=[lengths[row] for row in rows],
+            decode_blocks=block_table[torch.tensor(rows, dtype=torch.long)],
         )
 
 
@@ -197,7 +199,8 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             for phase in ("causal", "decode")
         }
         self._write_kernel = f"torch/{'rotate-quantize' if self.config.quantized else 'write'}-hd{head_size}"
-        self._scales = None
+        # Whether every value ever written to this layer's cache was finite; decode then need not look for NaN.
+        self._finite = True
         announce(
             f"ZYFA serves layers with {num_heads} query and {self.num_kv_heads} KV heads of {head_size}"
             f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
@@ -224,11 +227,11 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             raise NotImplementedError("ZYFA writes no quantised output")
         if attn_metadata is None:
             return output.zero_()
-        k_cache, v_cache = self._views(kv_cache)
         for start, end, length, row in attn_metadata.prefills:
-            self._prefill(layer, query[start:end], k_cache, v_cache, attn_metadata.block_table[row], length, output[start:end])
-        if len(attn_metadata.decode_rows):
-            self._decode(layer, query, k_cache, v_cache, attn_metadata, output)
+            blocks = attn_metadata.block_table[row]
+            self._prefill(layer, query[start:end], kv_cache, blocks, length, output[start:end])
+        if attn_metadata.decode_lengths:
+            self._decode(layer, query, kv_cache, attn_metadata, output)
         return output
 
     def do_kv_cache_update(
@@ -248,6 +251,7 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             slots, key, value = slots[live], key[live], value[live]
         if not slots.numel():
             return
+        self._finite = self._finite and bool(torch.isfinite(key.sum() + value.sum()))
         if self.config.quantized:
             key, value = self._quantize(layer, key, value)
         k_cache, v_cache = self._views(kv_cache)
@@ -271,8 +275,7 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
 
     def _views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as [blocks, block size, Hkv, D] views; int8 K is the same bytes read as int8."""
-        token_major = kv_cache.transpose(1, 2)
-        k, v = token_major[..., : self.head_size], token_major[..., self.head_size :]
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return (k.view(torch.int8) if self.config.qk_format == "int8" else k), v
 
     def _layer_scales(self, layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,14 +285,16 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
         scales = _store(self.config).layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
         return scales.k, scales.v
 
-    def _prefill(self, layer, query, k_cache, v_cache, blocks, length: int, output) -> None:
+    def _prefill(self, layer, query, kv_cache, blocks, length: int, output) -> None:
         context = length - query.shape[0]
         first = 0 if self.window is None else max(0, context - self.window)
         k_scale, v_scale = self._layer_scales(layer)
+        k, v = gather(kv_cache, blocks, first, length).split(self.head_size, dim=-1)
+        k = k.view(torch.int8) if self.config.qk_format == "int8" else k
         out, _ = reference.attend(
             quantize_q(query, self.config),
-            Quantized(gather(k_cache, blocks, first, length), k_scale, self.config.qk_format),
-            Quantized(gather(v_cache, blocks, first, length), v_scale, self.config.v_format),
+            Quantized(k, k_scale, self.config.qk_format),
+            Quantized(v, v_scale, self.config.v_format),
             softmax_scale=self.scale,
             causal=True,
             window=self.window,
@@ -300,33 +305,32 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
         output.copy_(out)
         dispatch.counters.add(self._kernels["causal"], query.shape[0])
 
-    def _decode(self, layer, query, k_cache, v_cache, metadata: ZyfaMetadata, output) -> None:
-        tokens, rows = metadata.decode_tokens, metadata.decode_rows
+    def _decode(self, layer, query, kv_cache, metadata: ZyfaMetadata, output) -> None:
+        tokens = metadata.decode_tokens
         k_scale, v_scale = self._layer_scales(layer)
-        out, _ = reference.decode(
+        output[tokens] = fused_cache.decode(
             query[tokens],
-            k_cache,
-            v_cache,
-            metadata.block_table[rows],
-            metadata.seq_lens[rows],
+            kv_cache,
+            metadata.decode_blocks,
+            metadata.decode_lengths,
             k_scale=k_scale,
             v_scale=v_scale,
             softmax_scale=self.scale,
             window=self.window,
             config=self.config,
+            finite=self._finite,
         )
-        output[tokens] = out.to(output.dtype)
-        dispatch.counters.add(self._kernels["decode"], tokens.numel())
+        dispatch.counters.add(self._kernels["decode"], len(metadata.decode_lengths))
 
 
-def gather(cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int) -> torch.Tensor:
-    """Keys `first` … `length` of one sequence out of the paged `cache` [blocks, block size, Hkv, D].
+def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int) -> torch.Tensor:
+    """Tokens of one sequence out of `kv_cache` [blocks, Hkv, block size, 2·D]: [length, Hkv, 2·D], as stored.
 
-    Returns [length, Hkv, D] with zeros before the block of `first`, since the engine may have freed those blocks.
+    Zeros stand before the block of token `first`, since the engine may have freed those blocks.
     """
-    size = cache.shape[1]
+    size = kv_cache.shape[2]
     start = first // size
-    held = cache.index_select(0, blocks[start : -(-length // size)].long()).flatten(0, 1)
+    held = kv_cache.index_select(0, blocks[start : -(-length // size)]).transpose(1, 2).flatten(0, 1)
     if not start:
         return held[:length]
     out = held.new_zeros(length, *held.shape[1:])
@@ -336,7 +340,7 @@ def gather(cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int) -
 
 def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
     """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
-    k, v = layer._k_scale_float, layer._v_scale_float
+    k, v = float(layer._k_scale_float), float(layer._v_scale_float)  # type: ignore[arg-type]
     return None if k == v == 1.0 else (k, v)
 
 

@@ -59,8 +59,8 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
         """Causal attention of the new tokens among themselves, per request."""
         if output_scale is not None:
             raise NotImplementedError("ZYFA writes no quantised output")
-        starts = self._prefill_metadata.query_start_loc.tolist()
-        result, lse = self._run(q, k, v, starts, starts, causal=True)
+        starts = self._prefill_metadata.query_start_loc
+        result, lse = self._run(q, k, v, starts, starts, "causal")
         if out is not None:
             out.copy_(result)
             result = out
@@ -68,21 +68,22 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_context_chunk(self, chunk, q, k, v, out=None):
         """Attention of the new tokens to one chunk of cached context, without a mask."""
-        result, lse = self._run(q, k, v, chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist(), causal=False)
+        result, lse = self._run(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, "full")
         if out is not None:
             out.copy_(result)
             result = out
         return result, lse
 
-    def _run(self, q, k, v, q_starts: list[int], k_starts: list[int], causal: bool):
-        dispatch.counters.add(self._kernels["causal" if causal else "full"], q_starts[-1])
+    def _run(self, q, k, v, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, phase: str):
+        tokens, keys = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
+        dispatch.counters.add(self._kernels[phase], tokens)
         return reference.attention(
-            q[: q_starts[-1]],
-            k[: k_starts[-1]],
-            v[: k_starts[-1]],
+            q[:tokens],
+            k[:keys],
+            v[:keys],
             softmax_scale=self.scale,
-            causal=causal,
-            cu_seqlens_q=q_starts,
-            cu_seqlens_k=k_starts,
+            causal=phase == "causal",
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
             config=self.config,
         )

@@ -27,9 +27,11 @@ def get_attn_backend_cls(original, selected_backend, attn_selector_config, num_h
 
         selector._auto_select_mla_prefill_backend.cache_clear()
         return original(None, attn_selector_config=attn_selector_config, num_heads=num_heads)
+    from vllm.v1.attention.backend import AttentionBackend
+
     from zyfa_backend.vllm.backend import ZyfaAttentionBackend
 
-    known = inspect.signature(ZyfaAttentionBackend.validate_configuration).parameters
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
     given = {k: v for k, v in attn_selector_config._asdict().items() if k in known}
     reasons = ZyfaAttentionBackend.validate_configuration(**given, device_capability=None)
     if not reasons:
@@ -93,7 +95,7 @@ def wrap_attention_layer() -> None:
         if backend is not None and not issubclass(backend, _backend_class()):
             reasons = []
         if reasons:
-            leave_or_refuse(reasons, "layers with " + ", ".join(reasons))
+            leave_or_refuse(reasons, f"layers with head size {given['head_size']}")
             given["attn_backend"] = _engine_backend(given)
         return original(*bound.args, **bound.kwargs)
 
@@ -174,5 +176,5 @@ def _summary(config) -> str:
     parts = [f"head size {config.head_size}", f"{config.dtype}".replace("torch.", "")]
     parts.append(f"cache {config.kv_cache_dtype}")
     if config.attn_type != "decoder":
-        parts.append(f"type {config.attn_type}")
+        parts.append(f"type {str(config.attn_type).removeprefix('AttentionType.').lower()}")
     return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Decode: one new token per sequence over a cache that prefill wrote."""
