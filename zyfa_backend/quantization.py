@@ -195,6 +195,8 @@ def unpack_into(out: torch.Tensor, data: torch.Tensor, format: str) -> tuple[flo
         if not finite:
             out.masked_fill_(data == INT8_NAN, torch.nan)
         return 1.0, finite
+    if data.dim() == 0:
+        out, data = out.view(1), data.view(1)
     step = max(1, _UNPACK_CHUNK // max(1, data[:1].numel()))
     finite = True
     for start in range(0, data.shape[0], step):

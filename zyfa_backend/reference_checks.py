@@ -30,9 +30,14 @@ def check_scales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hq: int, hkv
     """Scales of Q [Tq, Hq] and of K and V (scalar or [Hkv])."""
     if q.shape != (tq, hq):
         raise AttentionError(f"the scale of q has shape {list(q.shape)}; expected [{tq}, {hq}], per token and head")
-    for name, scale in (("k", k), ("v", v)):
-        if scale.numel() != 1 and scale.shape != (hkv,):
-            raise AttentionError(f"the scale of {name} has shape {list(scale.shape)}; expected a scalar or [{hkv}]")
+    check_stored_scale("k", k, hkv)
+    check_stored_scale("v", v, hkv)
+
+
+def check_stored_scale(name: str, scale: torch.Tensor, hkv: int) -> None:
+    """The scale of K or V, a scalar or [Hkv]."""
+    if scale.numel() != 1 and scale.shape != (hkv,):
+        raise AttentionError(f"the scale of {name} has shape {list(scale.shape)}; expected a scalar or [{hkv}]")
 
 
 def check_scalars(softmax_scale: float, window: int | None) -> None:

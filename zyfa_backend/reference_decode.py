@@ -14,7 +14,7 @@ import torch
 
 from zyfa_backend.config import BLOCK, LEAN, AttentionConfig
 from zyfa_backend.quantization import quantize_q, unpack, unpack_into
-from zyfa_backend.reference_checks import AttentionError, check_cache, check_scalars
+from zyfa_backend.reference_checks import AttentionError, check_cache, check_scalars, check_stored_scale
 from zyfa_backend.reference_tiles import (
     LOG2E,
     block_probabilities,
@@ -59,7 +59,8 @@ def decode(
     group = hq // hkv
     quantized = quantize_q(q, config)
     queries, q_factor = unpack(quantized.data, quantized.format)
-    c = quantized.scale * (per_q_head(_as_scale(k_scale, q), hq, hkv) * (softmax_scale * LOG2E)) * q_factor
+    k_factor, v_factor = _stored_scale("k", k_scale, q, hkv), _stored_scale("v", v_scale, q, hkv)
+    c = quantized.scale * (per_q_head(k_factor, hq, hkv) * (softmax_scale * LOG2E)) * q_factor
     # [B, Hkv, group · q_len, …], as the products want them
     queries = queries.view(-1, q_len, hkv, group, dim).permute(0, 2, 3, 1, 4).reshape(-1, hkv, group * q_len, dim)
     c = c.view(-1, q_len, hkv, group, 1).permute(0, 2, 3, 1, 4).reshape(-1, hkv, group * q_len, 1)
@@ -72,7 +73,7 @@ def decode(
         state = _attend_stored(queries[b], c[b], k_stored, v_stored, m[b], q_len, window, config)
         numerator[b], denominator[b], m[b] = state
     shape = (len(lengths), hkv, group, q_len)
-    scale = per_q_head(_as_scale(v_scale, q), hq, hkv).view(hkv, group, 1, 1)
+    scale = per_q_head(v_factor, hq, hkv).view(hkv, group, 1, 1)
     out, lse = combine(numerator.view(*shape, dv), denominator.view(shape), m.view(shape), scale)
     out = out.permute(0, 3, 1, 2, 4).reshape(rows, hq, dv).to(q.dtype)
     return out, lse.permute(1, 2, 0, 3).reshape(hq, rows)
@@ -149,5 +150,7 @@ def _attend_stored(
     return numerator, x.sum(-1), m_after
 
 
-def _as_scale(scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(scale, dtype=torch.float32, device=like.device)
+def _stored_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, hkv: int) -> torch.Tensor:
+    tensor = torch.as_tensor(scale, dtype=torch.float32, device=like.device)
+    check_stored_scale(name, tensor, hkv)
+    return tensor

@@ -15,7 +15,6 @@ from zyfa_backend.kernel_run import Problem
 from zyfa_backend.quantization import codes_to_float
 
 F32 = np.float32
-UNIT = 256 / 65535
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
@@ -62,10 +61,9 @@ def attend(p: Problem, window: int | None = None) -> tuple[np.ndarray, np.ndarra
 
 
 def _lean(x, c, top, minus_k, delta) -> np.ndarray:
-    slope = F32(8 * UNIT) * c
-    base = fma(-slope, top, F32((8 * 8 + 56 + delta + 0.5) * UNIT - 0.5 / 65535))
-    unit = np.clip(fma(x, slope, fma(minus_k, F32(-8 * UNIT), base)), F32(0), F32(1))
-    return (np.rint(unit * F32(65535)).astype(np.uint32) >> 8).astype(np.uint8)
+    slope = F32(8) * c
+    bias = fma(-slope, top, F32(8 * 8 + 56 + delta)) - F32(8) * minus_k
+    return np.clip(np.rint(fma(x, slope, bias)), 0, 126).astype(np.uint8)
 
 
 def _exact(x, c, top, minus_k) -> np.ndarray:

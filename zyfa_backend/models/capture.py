@@ -46,7 +46,7 @@ def capture(
     missing = [layer for layer in chosen if f"layer{layer}.q" not in arrays]
     if missing:
         raise ModelError(f"layers {missing} did not call the attention function; their attention cannot be captured")
-    numpy.savez(target, **arrays)
+    numpy.savez(target, **arrays)  # type: ignore[arg-type]  # no name is "allow_pickle"
     q, k, v = (arrays[f"layer{chosen[0]}.{name}"] for name in "qkv")
     return {
         "path": str(target),
@@ -92,7 +92,7 @@ def _install(transformers: Any, model: Any, arrays: dict[str, Any], chosen: set[
             for name, x in (("q", query), ("k", key), ("v", value)):  # [1, H, T, D]
                 arrays[f"layer{module.layer_idx}.{name}"] = x[0].transpose(0, 1).float().contiguous().numpy()
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            arrays[f"layer{module.layer_idx}.softmax_scale"] = numpy.float32(scale)
+            arrays[f"layer{module.layer_idx}.softmax_scale"] = numpy.array(scale, dtype=numpy.float32)
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **rest)
 
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attention)

@@ -41,6 +41,6 @@ ARGUMENTS = Arguments(
         ("xcd_heads", "u32", ""),
         ("xcd_shift", "u32", ""),
         ("scale_log2", "f32", "softmax_scale * log2(e)"),
-        ("code_bias", "f32", "lean P: (8 B + 56 + delta + 1/2) * CODE_UNIT - 1/2 / 65535; exact P: 0"),
+        ("code_bias", "f32", "lean P: 8 B + 56 + delta; exact P: 0"),
     )
 )

@@ -23,14 +23,13 @@ DESCRIPTOR_WORD3 = 0x00020000  # raw buffer, 32-bit elements
 NO_KEY = -1.0e30  # running maximum before the first key: finite, so that 0 * inf can't arise
 SMALLEST_SCALE = 1.0e-30  # keeps -inf * c at -inf for rows of zeros
 E4M3_ONES = 0x38383838
-CODE_UNIT = 256 / 65535  # one code as a fraction of the 16-bit range that the lean conversion saturates in
 
 
 def code_bias(lean: bool, delta: float) -> float:
     """The `code_bias` argument: what is added to codes (lean) or to y - B (exact) of a block with k = 0."""
     if not lean:
         return 0.0
-    return (8 * OFFSET + 56 + delta + 0.5) * CODE_UNIT - 0.5 / 65535
+    return 8 * OFFSET + 56 + delta
 
 
 def descriptor(program: Program, desc: Reg, base: Reg, rows: Reg | int, stride: Reg, tail: int, scratch: Reg) -> None:
@@ -121,8 +120,7 @@ def constants(state: State) -> None:
     p.op("s_mov_b32", state.exp_magic, 12582912.0 + 127 - OFFSET)
     p.op("s_mov_b32", state.min_exp, MIN_EXPONENT)
     if state.variant.lean:
-        p.op("s_mov_b32", state.neg_step, -8 * CODE_UNIT)
-        p.op("s_mov_b32", state.perm, 0x07050301)
+        p.op("s_mov_b32", state.neg_step, -8.0)
     else:
         p.op("s_mov_b32", state.p_unit, 2.0**-OFFSET)
     p.op("s_mov_b32", state.code_bias, state.arg_of("code_bias"))
@@ -283,5 +281,5 @@ def queries(state: State) -> None:
     p.op("v_mov_b32", x, SMALLEST_SCALE)
     p.op("v_maximum3_f32", state.scale, state.scale, x, x, note="a NaN scale stays")
     if state.variant.lean:
-        p.op("v_mul_f32", state.code_scale, 8 * CODE_UNIT, state.scale)
+        p.op("v_mul_f32", state.code_scale, 8.0, state.scale)
 

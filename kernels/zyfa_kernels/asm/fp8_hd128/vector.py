@@ -104,11 +104,11 @@ def _codes(state: State, block: int) -> list[Instruction]:
 
 
 def _lean(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[Instruction]:
-    """code = floor(c8 x + bias): as a 16-bit fraction whose high byte is the code, saturating at 0."""
+    """code = round(8c s + bias), saturating at 0; it can't pass 120, since no score passes the maximum."""
     fma = [[op("v_fma_f32", q[t], q[t], state.code_scale, bias) for t in range(4)] for q in quads]
-    pair = [[op("v_cvt_pknorm_u16_f32", q[t], q[t], q[t + 1]) for t in (0, 2)] for q in quads]
-    join = [[op("v_perm_b32", p, q[2], q[0], state.perm)] for q, p in zip(quads, into, strict=True)]
-    return _staggered([fma, pair, join])
+    first = [[op("v_cvt_pk_u8_f32", p, q[0], 0, 0)] for q, p in zip(quads, into, strict=True)]
+    rest = [[op("v_cvt_pk_u8_f32", p, q[t], t, p) for t in (1, 2, 3)] for q, p in zip(quads, into, strict=True)]
+    return _staggered([fma, first, rest])
 
 
 def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[Instruction]:

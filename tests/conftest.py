@@ -1,0 +1,16 @@
+"""Models that several tests share, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_hd128(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint `zyfa model make smollm2-hd128` writes."""
+    pytest.importorskip("transformers")
+    from zyfa_backend.models.make import make
+
+    return Path(make("smollm2-hd128", tmp_path_factory.mktemp("smollm2") / "smollm2-hd128")["path"])
