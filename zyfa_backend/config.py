@@ -14,6 +14,7 @@ QK_FORMATS = ("fp8_e4m3", "int8", "none")
 V_FORMATS = ("fp8_e4m3", "none")
 ROTATIONS = ("hadamard", "signed", "none")
 TILES = (64, 128)
+ARITHMETICS = ("separate", "fused")
 BLOCK = 64
 
 
@@ -32,6 +33,8 @@ class AttentionConfig:
     offset: B, in binades; the largest P of a block lies in (2^(B-1), 2^B].
     delta: added to a lean code before it is rounded, in units of one code (an eighth of a binade).
     tile: keys after which the running maximum is renewed, 64 or 128; block exponents stay per 64.
+    arithmetic: how the reference rounds on the way to a code of P: "separate" steps, or "fused" multiply-adds as in the
+        GPU kernels. The two differ where a score lies within fp32 rounding of a tie.
     """
 
     probabilities: str = "lean"
@@ -41,6 +44,7 @@ class AttentionConfig:
     offset: float = 8.0
     delta: float = -0.45
     tile: int = 64
+    arithmetic: str = "separate"
 
     def __post_init__(self) -> None:
         for field, accepted in (
@@ -49,6 +53,7 @@ class AttentionConfig:
             ("v_format", V_FORMATS),
             ("rotation", ROTATIONS),
             ("tile", TILES),
+            ("arithmetic", ARITHMETICS),
         ):
             value = getattr(self, field)
             if value not in accepted:

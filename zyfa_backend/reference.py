@@ -22,6 +22,7 @@ from zyfa_backend.reference_checks import (
     sequence_bounds,
 )
 from zyfa_backend.reference_decode import decode, gather
+from zyfa_backend.reference_fused import SMALLEST_SCALE, fused_probabilities
 from zyfa_backend.reference_tiles import (
     LOG2E,
     block_probabilities,
@@ -126,21 +127,27 @@ def attend(
     # x = c · (q·k), in log2 units
     c = q.scale * (per_q_head(k.scale, hq, hkv) * (softmax_scale * LOG2E)) * q_factor * k_factor
     v_scale = per_q_head(v.scale, hq, hkv).view(hkv, group, 1, 1) * v_factor
+    fused = config.arithmetic == "fused" and config.probabilities != "none"
     scratch, spare = buffer("scores", (2, hq * tile * PANEL), torch.float32, device).unbind()
     for first in range(context // tile * tile, context + tq, tile):
         q_tile = _rows(queries, first - context, tile, hkv)
         c_tile = _rows(c.unsqueeze(-1), first - context, tile, hkv)
+        if fused:
+            c_tile = torch.maximum(c_tile, torch.tensor(SMALLEST_SCALE))
         numerator = torch.zeros(hkv, group * tile, dv, device=device)
         denominator = torch.zeros(hkv, group * tile, device=device)
         m = torch.full_like(denominator, -torch.inf)
         for k0, k1 in _panels(first, tile, padded, causal, window):
             x = scratch[: hq * tile * (k1 - k0)].view(hkv, group * tile, k1 - k0)
             for head, scores in enumerate(products(q_tile, keys[:, k0:k1])):
-                torch.mul(scores, c_tile[head], out=x[head])
+                torch.mul(scores, 1.0 if fused else c_tile[head], out=x[head])
             live = mask_scores(x.view(hkv, group, tile, k1 - k0), first, k0, tk, causal, window)
-            p, factor, m_after = block_probabilities(x, m, config, spare)
+            if fused:
+                p, factor, m_after, alpha = fused_probabilities(x, m, c_tile[..., 0], config, spare)
+            else:
+                p, factor, m_after = block_probabilities(x, m, config, spare)
+                alpha = rescale(m, m_after)
             p.mul_(factor.unsqueeze(-1))
-            alpha = rescale(m, m_after)
             denominator.mul_(alpha).add_(x.sum(-1))
             numerator.mul_(alpha.unsqueeze(-1))
             for head, weighted in enumerate(products(x, values[:, k0:k1].transpose(1, 2))):
@@ -148,6 +155,8 @@ def attend(
             if bad is not None:
                 poison(numerator.view(hkv, group, tile, dv), bad[:, k0:k1], live)
             m = m_after
+        if fused:
+            m = m * c_tile[..., 0]
         shape = (hkv, group, tile)
         o, row_lse = combine(numerator.view(*shape, dv), denominator.view(shape), m.view(shape), v_scale)
         low, high = max(first - context, 0), min(first - context + tile, tq)

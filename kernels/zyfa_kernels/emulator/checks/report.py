@@ -1,0 +1,71 @@
+"""What the static checks report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from ..decode import Instruction
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One finding.
+
+    Attributes:
+        rule: short name, e.g. ``mfma-result``, ``wait``, ``lds-race``, ``undefined-register``.
+        address: byte address of the instruction that is too early, or that is wrong in itself.
+        instruction: its text.
+        message: what is wrong and what would be right.
+        kernel: name of the kernel.
+        cause: address of the other instruction involved (the producer), or None.
+    """
+
+    rule: str
+    address: int
+    instruction: str
+    message: str
+    kernel: str
+    cause: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.address:#x}: `{self.instruction}`: {self.message}"
+
+
+@dataclass(frozen=True)
+class BankConflict:
+    """LDS accesses of one instruction: cycles they take and cycles they would take without a conflict."""
+
+    address: int
+    instruction: str
+    cycles: int
+    ideal: int
+    in_loop: bool
+
+
+@dataclass
+class Report:
+    """Result of `check`. `bank_conflicts` counts extra LDS cycles of one execution of each instruction in a main loop."""
+
+    violations: list[Violation]
+    instructions: int
+    mfma: int
+    bank_conflicts: int
+    lds_accesses: list[BankConflict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    resources: list[dict] = field(default_factory=list)
+
+    def as_dict(self) -> dict:
+        """JSON-ready form, with the keys of `zyfa kernels check --json`."""
+        return {
+            "violations": [asdict(v) for v in self.violations],
+            "instructions": self.instructions,
+            "mfma": self.mfma,
+            "bank_conflicts": self.bank_conflicts,
+            "lds_accesses": [asdict(a) for a in self.lds_accesses if a.cycles > a.ideal],
+            "notes": self.notes,
+            "resources": self.resources,
+        }
+
+
+def violation(kernel: str, inst: Instruction, rule: str, message: str, cause: Instruction | None = None) -> Violation:
+    return Violation(rule, inst.address, inst.text, message, kernel, cause.address if cause is not None else None)

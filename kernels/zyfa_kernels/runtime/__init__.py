@@ -1,0 +1,1 @@
+"""From a kernel's name to machine code: registry, assembler, cache, and launch through HIP."""

@@ -1,0 +1,209 @@
+"""`zyfa kernels`: the gfx950 kernels — list, build, check, run, cycle model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zyfa_backend.commands.common import Json, UserError, log, print_json
+
+Name = Annotated[str, typer.Argument(help="Name of a kernel, see `zyfa kernels list`.")]
+NameOrFile = Annotated[str, typer.Argument(help="Name of a kernel, or the path of a gfx950 code object.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(help="The gfx950 assembly kernels: list, build, check, run, cycle model.", no_args_is_help=True)
+    for command in (build, check, cycles, run):
+        group.command()(command)
+    group.command(name="list")(list_kernels)
+    app.add_typer(group, name="kernels")
+
+
+def _kernel(name: str) -> Any:
+    from zyfa_kernels.runtime.registry import UnknownKernel, kernel
+
+    try:
+        return kernel(name)
+    except UnknownKernel as error:
+        raise UserError(str(error)) from error
+
+
+def _code(name_or_file: str) -> bytes:
+    """The code object of a kernel of ours, or the bytes of a file."""
+    from zyfa_kernels.runtime.cache import code_object
+    from zyfa_kernels.runtime.registry import names
+    from zyfa_kernels.runtime.toolchain import AssemblyError
+
+    if name_or_file in names():
+        try:
+            return code_object(name_or_file)
+        except AssemblyError as error:
+            raise UserError(str(error)) from error
+    try:
+        return Path(name_or_file).read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{name_or_file!r} is neither a readable file ({error.strerror}) nor a kernel; there are {', '.join(names())}"
+        ) from error
+
+
+def list_kernels(json: Json = False) -> None:
+    """Every kernel: head dims, operand format, exact or lean P, resources."""
+    from zyfa_kernels.runtime.registry import names
+
+    rows = []
+    for name in names():
+        made = _kernel(name)
+        p = made.properties
+        rows.append(
+            {
+                "name": name,
+                "qk_dim": p["qk_dim"],
+                "v_dim": p["v_dim"],
+                "format": p["format"],
+                "causal": p["causal"],
+                "probabilities": "lean" if p["lean"] else "exact",
+                "vgprs": made.vgprs,
+                "sgprs": made.sgprs,
+                "lds_bytes": made.lds_bytes,
+                "waves": made.threads // 64,
+            }
+        )
+    if json:
+        print_json({"kernels": rows})
+    else:
+        _table(rows)
+
+
+def build(
+    name: Annotated[str | None, typer.Argument(help="Name of a kernel; all without it.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the .s and .hsaco files.")] = Path("."),
+    json: Json = False,
+) -> None:
+    """Write the assembly text and the linked code object."""
+    from zyfa_kernels.runtime.registry import names
+
+    files = []
+    for each in [name] if name else names():
+        text, code = _kernel(each).text(), _code(each)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            for suffix, data in ((".s", text.encode()), (".hsaco", code)):
+                path = out / f"{each}{suffix}"
+                path.write_bytes(data)
+                files.append(str(path))
+        except OSError as error:
+            raise UserError(f"--out {str(out)!r}: {error.strerror}") from error
+    if json:
+        print_json({"files": files})
+    else:
+        print("\n".join(files))
+
+
+def check(target: NameOrFile, json: Json = False) -> None:
+    """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation."""
+    code = _loaded(target)
+    from zyfa_kernels.emulator.checks import check as run_checks
+
+    report = run_checks(code)
+    violations = [v if isinstance(v, (str, dict)) else str(v) for v in report.violations]
+    document = {
+        "violations": violations,
+        "instructions": report.instructions,
+        "mfma": report.mfma,
+        "bank_conflicts": report.bank_conflicts,
+    }
+    if json:
+        print_json(document)
+    else:
+        for violation in violations:
+            print(violation)
+        print(f"{len(violations)} violations, {report.instructions} instructions, {report.mfma} matrix instructions")
+        print(f"bank conflicts: {report.bank_conflicts}")
+    if violations:
+        raise typer.Exit(1)
+
+
+def cycles(
+    target: NameOrFile,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline to this .png or .svg file.")] = None,
+    json: Json = False,
+) -> None:
+    """The cycle model's view of the main loop. All figures are modelled, none is measured."""
+    code = _loaded(target)
+    from zyfa_kernels.emulator.cycles import model
+
+    report = model(code)
+    keys = ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak")
+    document = {key: getattr(report, key) for key in keys}
+    if picture:
+        report.picture(picture)
+    if json:
+        print_json(document)
+    else:
+        for key, value in document.items():
+            print(f"{key:<28} {value:.3f} (modelled)" if isinstance(value, float) else f"{key:<28} {value} (modelled)")
+
+
+def _loaded(target: str) -> Any:
+    from zyfa_kernels.emulator import CodeObject, CodeObjectError
+
+    try:
+        return CodeObject.load(_code(target))
+    except CodeObjectError as error:
+        raise UserError(f"{target}: {error}") from error
+
+
+def run(
+    name: Name,
+    seq: Annotated[int | None, typer.Option("--seq", help="Query tokens (default 256, or all of the file).")] = None,
+    q_heads: Annotated[int, typer.Option("--q-heads")] = 1,
+    kv_heads: Annotated[int, typer.Option("--kv-heads")] = 1,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Must agree with the kernel's name.")] = None,
+    context: Annotated[int, typer.Option("--context", help="Keys before the first query.")] = 0,
+    input: Annotated[str, typer.Option("--input", help="gaussian, peaked, ones, or an .npz file with q, k and v.")] = "gaussian",
+    layer: Annotated[int | None, typer.Option("--layer", help="Layer of an .npz file that holds several.")] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    on: Annotated[str, typer.Option("--on", help="emulator or gpu.")] = "emulator",
+    json: Json = False,
+) -> None:
+    """Run a kernel and compare it with the reference and with fp64 on the same quantised inputs."""
+    from zyfa_backend import kernel_run
+
+    properties = _kernel(name).properties
+    if causal is not None and causal != properties["causal"]:
+        wanted = "--causal" if properties["causal"] else "--full"
+        raise UserError(f"{name} has a fixed mask; it runs with {wanted}")
+    if on not in ("emulator", "gpu"):
+        raise UserError(f"--on {on!r} is not accepted; choose emulator or gpu")
+    mask, lean = properties["causal"], properties["lean"]
+    try:
+        if input in kernel_run.INPUTS:
+            problem = kernel_run.generate(input, 256 if seq is None else seq, q_heads, kv_heads, context, mask, lean, seed)
+        elif input.endswith(".npz"):
+            problem = kernel_run.load(Path(input), layer, seq, mask, lean)
+        else:
+            raise UserError(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
+        result = kernel_run.compare(name, problem, on)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+    if json:
+        print_json(result)
+    else:
+        log(f"{name} on {on}")
+        _table([result])
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)
