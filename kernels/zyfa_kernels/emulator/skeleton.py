@@ -16,7 +16,7 @@ from .codeobject import CodeObject, Kernel
 from .decode import EXEC, VCC, VGPR, Instruction
 from .delayed import Pending, issue
 from .errors import EmulatorError
-from .flow import Flow, build_flow, loops
+from .flow import Flow, build_flow
 from .lds import ALL_BYTES, ONE_DMA
 from .machine import Emulator
 from .operands import BUILDERS
@@ -58,10 +58,13 @@ class SkeletonRun:
     visited: set[int] = field(default_factory=set)
 
 
-def run_skeleton(code: CodeObject, kernel: Kernel, route: Route, workgroup: int, *, limit: int = 400_000) -> SkeletonRun:
-    """Run one workgroup of `workgroup` threads along `route`; stops after `limit` instructions of a group of waves."""
+def run_skeleton(
+    code: CodeObject, kernel: Kernel, route: Route, workgroup: int, *, flow: Flow | None = None, limit: int = 100_000
+) -> SkeletonRun:
+    """Run one workgroup of `workgroup` threads along `route`; stops after `limit` wave-instructions of a group."""
+    flow = flow or build_flow(kernel)
     emulator = Emulator(code, delayed_memory=True, collect_hazards=True, workgroups_at_once=1, max_instructions=limit)
-    launch = _SkeletonLaunch(emulator, kernel, route, workgroup)
+    launch = _SkeletonLaunch(emulator, kernel, flow, route, workgroup)
     stopped = None
     try:
         with np.errstate(all="ignore"):
@@ -69,14 +72,21 @@ def run_skeleton(code: CodeObject, kernel: Kernel, route: Route, workgroup: int,
     except EmulatorError as error:
         stopped = error
     hazards = [h for h in emulator.hazards if h.kind.startswith("lds")]
-    return SkeletonRun(route, hazards, launch.order, launch.accesses, launch.unknown_addresses, stopped is None, stopped,
-                       {i for i, n in enumerate(launch.counts) if n})
+    return SkeletonRun(
+        route,
+        hazards,
+        launch.order,
+        launch.accesses,
+        launch.unknown_addresses,
+        stopped is None,
+        stopped,
+        {i for i, n in enumerate(launch.counts) if n},
+    )
 
 
 class _SkeletonLaunch(Launch):
-    def __init__(self, emulator: Emulator, kernel: Kernel, route: Route, workgroup: int):
-        self.flow: Flow = build_flow(kernel)
-        self.route, self.deciders = route, _exits(self.flow)
+    def __init__(self, emulator: Emulator, kernel: Kernel, flow: Flow, route: Route, workgroup: int):
+        self.route, self.deciders = route, _exits(flow)
         self.visits: Counter = Counter()
         self.accesses: dict[int, list] = {}
         self.unknown_addresses: set[int] = set()
@@ -100,7 +110,7 @@ class _SkeletonLaunch(Launch):
 
     def _trace(self, g: WaveGroup, inst: Instruction, address, mask, size: int) -> None:
         seen = self.accesses.setdefault(inst.index, [])
-        if len(seen) < 8:
+        if len(seen) < 2:
             seen.append((address.copy(), np.broadcast_to(mask, address.shape).copy(), size))
 
     def _compile(self, inst: Instruction):
@@ -234,7 +244,7 @@ _UNKNOWN, _KNOWN = object(), object()
 def _exits(flow: Flow) -> dict[int, tuple[bool, int, int]]:
     """Branches that leave their innermost loop: whether they leave when taken, which exit they are, of how many."""
     found: dict[int, tuple[bool, int, int]] = {}
-    for _, members in loops(flow):
+    for _, members in flow.loops:
         exits = []
         for index in sorted(members):
             inst = flow.program[index]
@@ -248,5 +258,3 @@ def _exits(flow: Flow) -> dict[int, tuple[bool, int, int]]:
         for ordinal, (index, when_taken) in enumerate(exits):
             found[index] = (when_taken, ordinal, len(exits))
     return found
-
-

@@ -15,9 +15,9 @@ from __future__ import annotations
 from functools import cache
 
 from ..decode import EXEC, M0, VGPR, Instruction
+from ..flow import Flow, fixed_point
 from ..registers import is_lds_load, is_mfma, is_trans, is_valu, is_vmem, partial_destination, reads, writes
 from ..timing import is_f32_product, passes
-from ..flow import Flow, fixed_point
 from .report import Violation, violation
 
 LONGEST = 20  # the longest rule: 16 passes + 4
