@@ -47,8 +47,8 @@ def check(code: CodeObject, workgroup: int | None = None, *, lds_runs: bool = Tr
         lds_runs: also run the kernels without arguments for the LDS rules and bank conflicts (seconds a kernel).
 
     Returns:
-        A Report; `violations` is empty for a clean object. `bank_conflicts` counts the extra LDS turns of one execution of
-        every access in the main loops (innermost loops with matrix instructions).
+        A Report; `violations` is empty for a clean object. `bank_conflicts` counts the extra LDS turns of one execution
+        of every access in the main loops (innermost loops with matrix instructions).
     """
     report = Report([], 0, 0, 0)
     for kernel in code.kernels.values():
