@@ -7,7 +7,7 @@ instructions. Branches on unknown conditions follow a `Route`, all waves alike.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,11 +34,13 @@ class Route:
         iterations: passes through a loop before it is left.
         forward: other branches: "never" taken, "always", or "alternate" (each branch by its own count of visits).
         exit: which of a loop's exits is used, counted in program order.
+        short: inside innermost loops, other branches take the side with fewer instructions to the end of the pass.
     """
 
     iterations: int = 4
     forward: str = "never"
     exit: int = 0
+    short: bool = False
 
 
 ROUTES = tuple(Route(4 + (e & 1), f, e) for e in (0, 1) for f in ("never", "always", "alternate"))
@@ -87,6 +89,7 @@ def run_skeleton(
 class _SkeletonLaunch(Launch):
     def __init__(self, emulator: Emulator, kernel: Kernel, flow: Flow, route: Route, workgroup: int):
         self.route, self.deciders = route, _exits(flow)
+        self.shorter = _shorter_sides(flow) if route.short else {}
         self.visits: Counter = Counter()
         self.accesses: dict[int, list] = {}
         self.unknown_addresses: set[int] = set()
@@ -227,6 +230,8 @@ class _SkeletonLaunch(Launch):
         for wave in waves:
             self.visits[index, wave] = count + 1
         found = self.deciders.get(index)
+        if found is None and index in self.shorter:
+            return self.shorter[index]
         if found is None:
             return self.route.forward == "always" or self.route.forward == "alternate" and bool(count & 1)
         leaves_when_taken, ordinal, exits = found
@@ -257,4 +262,25 @@ def _exits(flow: Flow) -> dict[int, tuple[bool, int, int]]:
                 exits.append((index, not inside[1]))
         for ordinal, (index, when_taken) in enumerate(exits):
             found[index] = (when_taken, ordinal, len(exits))
+    return found
+
+
+def _shorter_sides(flow: Flow) -> dict[int, bool]:
+    """For branches of innermost loops whose both sides stay inside: whether the taken side is the shorter way round."""
+    found: dict[int, bool] = {}
+    innermost = [(h, m) for h, m in flow.loops if not any(other < m for _, other in flow.loops)]
+    for header, members in innermost:
+        distance = {header: 0}
+        queue = deque([header])
+        while queue:
+            index = queue.popleft()
+            for before in flow.predecessors[index]:
+                if before in members and before not in distance:
+                    distance[before] = distance[index] + 1
+                    queue.append(before)
+        for index in members:
+            after = flow.successors[index]
+            if index in found or len(after) != 2 or not all(other in members for other in after):
+                continue
+            found[index] = distance.get(after[1], 1 << 30) < distance.get(after[0], 1 << 30)
     return found

@@ -57,7 +57,8 @@ def check_budget(kernel: Kernel, flow: Flow, workgroup: int) -> list[Violation]:
     per_simd = -(-facts["waves"] // SIMDS)
     if kd.vgprs * per_simd > REGISTERS_PER_LANE:
         text = (
-            f"{per_simd} waves a SIMD of {kd.vgprs} registers want {kd.vgprs * per_simd}, a lane has {REGISTERS_PER_LANE}: "
+            f"{per_simd} waves a SIMD of {kd.vgprs} registers want {kd.vgprs * per_simd}, a lane has "
+            f"{REGISTERS_PER_LANE}: "
             f"at most {REGISTERS_PER_LANE // per_simd} a wave"
         )
         found.append(violation(kernel.name, first, "occupancy", text))
