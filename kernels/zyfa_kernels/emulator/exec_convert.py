@@ -186,6 +186,17 @@ def pack_f16(inst: Instruction):
     return lambda g: g.write_vector(row, bits(a(g)) | bits(b(g)) << U32(16))
 
 
+@builds("v_cvt_pknorm_u16_f32")
+def pack_unorm(inst: Instruction):
+    a, b, row = fetch_f32(inst.operands["src0"]), fetch_f32(inst.operands["src1"]), destination_row(inst)
+
+    def bits(x):
+        unit = np.clip(np.nan_to_num(np.asarray(x, F32), nan=0.0, posinf=1.0, neginf=0.0), F32(0), F32(1))
+        return np.rint(unit * F32(65535)).astype(U32)
+
+    return lambda g: g.write_vector(row, bits(a(g)) | bits(b(g)) << U32(16))
+
+
 @builds("v_cvt_pk_u8_f32")
 def pack_u8(inst: Instruction):
     a, byte, old = fetch_f32(inst.operands["src0"]), fetch_u32(inst.operands["src1"]), fetch_u32(inst.operands["src2"])
