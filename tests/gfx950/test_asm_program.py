@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from zyfa_kernels.asm import hazards
 from zyfa_kernels.asm.instruction import op
 from zyfa_kernels.asm.program import Program
