@@ -81,7 +81,7 @@ def load(path: Path, layer: int | None, seq: int | None, causal: bool, lean: boo
     wanted = str(layer) if layer is not None else next(iter(found), "")
     if set(found.get(wanted, {})) != {"q", "k", "v"} or (layer is None and len(found) > 1):
         raise RunError(
-            f"--input {str(path)!r} holds {', '.join(archive.files)}; wanted q, k and v, or --layer of one that has them"
+            f"--input {str(path)!r} holds {', '.join(archive.files)}; wanted q, k, v, or --layer of one that has them"
         )
     tensors = {n: torch.from_numpy(np.asarray(a, np.float32)).bfloat16() for n, a in found[wanted].items()}
     for name, tensor in tensors.items():
@@ -222,8 +222,8 @@ def judge(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> dict[str, f
 
     rel_rms, rel_rms_reference: relative root-mean-square error of the kernel and of the reference against fp64.
     max_abs, lse_max_abs: largest difference from the reference, which rounds as the kernels do (arithmetic "fused":
-    else a score next to a rounding tie of P may fall either way). beyond_bf16: share of the elements that differ from the
-    reference by more than one bf16 step and 1e-6 of the output's size, what fp32 sums leave next to zero.
+    else a score next to a rounding tie of P may fall either way). beyond_bf16: share of the elements that differ from
+    the reference by more than one bf16 step and 1e-6 of the output's size, what fp32 sums leave next to zero.
     """
     expected, expected_lse = reference.attend(
         problem.q,

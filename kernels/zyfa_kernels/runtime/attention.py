@@ -34,7 +34,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache: address and row stride of the int32 [batch, pages] table, tokens a page, byte strides of a page."""
+    """A paged cache: address and row stride of its int32 [batch, pages] table, tokens a page, bytes between pages."""
 
     table: int
     table_row: int
