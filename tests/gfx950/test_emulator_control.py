@@ -54,6 +54,7 @@ def scalar(code: str, *, count: int = 1) -> int:
         ("s_lshr_b32 s30, s20, 4", A >> 4, 1),
         ("s_ashr_i32 s30, s20, 4", signed(A) >> 4 & M, 1),
         ("s_min_i32 s30, s20, s21", A, 1),
+        ("s_max_i32 s30, s20, s21", B, 0),
         ("s_max_u32 s30, s20, s21", A, 1),
         ("s_bfe_u32 s30, s20, 0x80004", A >> 4 & 255, 1),
         ("s_bfe_i32 s30, s20, 0x80004", signed(A >> 4, 8) & M, 1),
@@ -102,6 +103,24 @@ Q = B << 32 | A
 )
 def test_scalar_64(code, value, scc):
     assert scalar(code, count=2) == (value & (1 << 64) - 1, scc)
+
+
+@pytest.mark.parametrize("kind", ["i32", "u32"])
+@pytest.mark.parametrize("name", ["eq", "lg", "gt", "ge", "lt", "le"])
+def test_scalar_compare(name, kind):
+    python = {
+        "eq": lambda x, y: x == y, "lg": lambda x, y: x != y, "gt": lambda x, y: x > y,
+        "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y,
+    }[name]  # fmt: skip
+    for x, y in ((A, B), (B, A), (A, A)):
+        code = f"s_mov_b32 s24, {x:#x}\ns_mov_b32 s25, {y:#x}\ns_cmp_{name}_{kind} s24, s25"
+        want = python(signed(x), signed(y)) if kind == "i32" else python(x, y)
+        assert scalar(code)[1] == int(want)
+
+
+def test_scalar_compare_64():
+    assert scalar("s_cmp_eq_u64 s[22:23], s[22:23]")[1] == 1
+    assert scalar("s_mov_b64 s[24:25], s[22:23]\ns_add_u32 s25, s25, 1\ns_cmp_eq_u64 s[22:23], s[24:25]")[1] == 0
 
 
 def test_saveexec():

@@ -208,3 +208,12 @@ def test_half():
         np.testing.assert_array_equal(floats(got["v3"])[lane], np.float32(want))
         toward = struct.unpack("<e", struct.pack("<H", int(got["v4"][lane]) & 0xFFFF))[0]
         assert np.isnan(value) or abs(toward) <= abs(value)
+
+
+def test_pack_unorm16():
+    x = np.array([-1, 0, 0.5 / 65535, 1.5 / 65535, 0.25, 1, 2, np.nan, np.inf, 0.99999] + [0.3] * 54, np.float32)
+    got = run_snippet("v_cvt_pknorm_u16_f32 v2, v1, v1", {"v1": bits(x)}, outputs=("v2",))["v2"]
+    for lane, value in enumerate(x.tolist()):
+        unit = 0.0 if np.isnan(value) else min(max(value, 0.0), 1.0)
+        low, high = int(got[lane]) & 0xFFFF, int(got[lane]) >> 16
+        assert low == high and abs(low - unit * 65535) <= 0.5 + 2**-8

@@ -72,6 +72,21 @@ def test_loads(space, kind, size):
         assert got[lane, :words].tolist() == want
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_scalar_loads(count):
+    suffix = f"x{count}" if count > 1 else ""
+    target = f"s[16:{15 + count}]" if count > 1 else "s16"
+    moves = "".join(
+        f"v_mov_b32_e32 v2, s{16 + k}\nglobal_store_dword v1, v2, s[6:7] offset:{4 * k}\n" for k in range(count)
+    )
+    got = launch(
+        LOAD_ARGS + f"s_load_dword{suffix} {target}, s[4:5], 0x14\ns_waitcnt lgkmcnt(0)\nv_mov_b32_e32 v1, 0\n" + moves,
+        DATA,
+        delayed_memory=True,
+    )
+    assert got[:count].tolist() == DATA[5 : 5 + count].tolist()
+
+
 def test_buffer_bounds():
     # 100 bytes: lane 6 reads dwords 24 … 27 of which only 24 lies inside; later lanes read zeros and store nothing.
     got = launch(
@@ -328,7 +343,7 @@ def test_lds_between_waves_needs_wait_and_barrier():
     # Writing over what another wave still reads needs a barrier as well.
     again = "s_barrier\nds_write_b128 v1, v[4:7]\ns_waitcnt lgkmcnt(0)\n"
     launch(TWO_WAVES.format(**good) + again, DATA, lds=2048, block=128, delayed_memory=True)
-    with fault("lds-race", "wave 1 read"):
+    with fault("lds-overwrite", "wave 1 read"):
         launch(
             TWO_WAVES.format(**good) + again.removeprefix("s_barrier\n"), DATA, lds=2048, block=128, delayed_memory=True
         )

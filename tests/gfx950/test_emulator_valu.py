@@ -274,6 +274,20 @@ def test_compare(name, python, kind):
         assert got["v4"][lane] == (x if python(u, w) else y)
 
 
+def test_maximum3_keeps_nan_and_cmp_neq_sees_it():
+    a, b, c = (bits(NORMAL[k]).copy() for k in range(3))
+    a[3] = b[7] = 0x7FC00000
+    code = "v_maximum3_f32 v4, v1, v2, v3\nv_cmp_neq_f32_e32 vcc, v1, v1\nv_cndmask_b32_e64 v5, 0, 1, vcc"
+    got = run_snippet(code, {"v1": a, "v2": b, "v3": c}, outputs=("v4", "v5"))
+    top = floats(got["v4"])
+    for lane in range(64):
+        if lane in (3, 7):
+            assert np.isnan(top[lane])
+        else:
+            assert top[lane] == max(float(NORMAL[k, lane]) for k in range(3))
+        assert got["v5"][lane] == int(lane == 3)
+
+
 def test_compare_class():
     values = np.array([np.nan, -np.inf, -1.0, -(2.0**-140), -0.0, 0.0, 2.0**-140, 1.0, np.inf] + [2.0] * 55, np.float32)
     for bit in range(2, 10):

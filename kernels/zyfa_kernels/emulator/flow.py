@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 from .codeobject import Kernel
 from .decode import Instruction
@@ -23,6 +24,11 @@ class Flow:
     reachable: list[bool]
     bad_targets: list[int]
     falls_off: list[int]
+
+    @cached_property
+    def loops(self) -> list[tuple[int, frozenset[int]]]:
+        """Natural loops as (header, members), small ones first."""
+        return _loops(self)
 
 
 def build_flow(kernel: Kernel) -> Flow:
@@ -62,7 +68,10 @@ def build_flow(kernel: Kernel) -> Flow:
 
 
 def fixed_point(
-    flow: Flow, start: Hashable, transfer: Callable[[int, Hashable], Hashable], merge: Callable[[Hashable, Hashable], Hashable]
+    flow: Flow,
+    start: Hashable,
+    transfer: Callable[[int, Hashable], Hashable],
+    merge: Callable[[Hashable, Hashable], Hashable],
 ) -> list[Hashable | None]:
     """Forward data flow: the state before each reachable instruction, over all paths.
 
@@ -94,7 +103,7 @@ def fixed_point(
     return before
 
 
-def loops(flow: Flow) -> list[tuple[int, frozenset[int]]]:
+def _loops(flow: Flow) -> list[tuple[int, frozenset[int]]]:
     """Natural loops as (header, members): one for each target of a back edge, found by depth-first search."""
     colour = [0] * len(flow.program)
     back: dict[int, list[int]] = {}

@@ -7,7 +7,7 @@ instructions. Branches on unknown conditions follow a `Route`, all waves alike.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from .codeobject import CodeObject, Kernel
 from .decode import EXEC, VCC, VGPR, Instruction
 from .delayed import Pending, issue
 from .errors import EmulatorError
-from .flow import Flow, build_flow, loops
+from .flow import Flow, build_flow
 from .lds import ALL_BYTES, ONE_DMA
 from .machine import Emulator
 from .operands import BUILDERS
@@ -34,11 +34,13 @@ class Route:
         iterations: passes through a loop before it is left.
         forward: other branches: "never" taken, "always", or "alternate" (each branch by its own count of visits).
         exit: which of a loop's exits is used, counted in program order.
+        short: inside innermost loops, other branches take the side with fewer instructions to the end of the pass.
     """
 
     iterations: int = 4
     forward: str = "never"
     exit: int = 0
+    short: bool = False
 
 
 ROUTES = tuple(Route(4 + (e & 1), f, e) for e in (0, 1) for f in ("never", "always", "alternate"))
@@ -58,10 +60,13 @@ class SkeletonRun:
     visited: set[int] = field(default_factory=set)
 
 
-def run_skeleton(code: CodeObject, kernel: Kernel, route: Route, workgroup: int, *, limit: int = 400_000) -> SkeletonRun:
-    """Run one workgroup of `workgroup` threads along `route`; stops after `limit` instructions of a group of waves."""
+def run_skeleton(
+    code: CodeObject, kernel: Kernel, route: Route, workgroup: int, *, flow: Flow | None = None, limit: int = 100_000
+) -> SkeletonRun:
+    """Run one workgroup of `workgroup` threads along `route`; stops after `limit` wave-instructions of a group."""
+    flow = flow or build_flow(kernel)
     emulator = Emulator(code, delayed_memory=True, collect_hazards=True, workgroups_at_once=1, max_instructions=limit)
-    launch = _SkeletonLaunch(emulator, kernel, route, workgroup)
+    launch = _SkeletonLaunch(emulator, kernel, flow, route, workgroup)
     stopped = None
     try:
         with np.errstate(all="ignore"):
@@ -69,14 +74,22 @@ def run_skeleton(code: CodeObject, kernel: Kernel, route: Route, workgroup: int,
     except EmulatorError as error:
         stopped = error
     hazards = [h for h in emulator.hazards if h.kind.startswith("lds")]
-    return SkeletonRun(route, hazards, launch.order, launch.accesses, launch.unknown_addresses, stopped is None, stopped,
-                       {i for i, n in enumerate(launch.counts) if n})
+    return SkeletonRun(
+        route,
+        hazards,
+        launch.order,
+        launch.accesses,
+        launch.unknown_addresses,
+        stopped is None,
+        stopped,
+        {i for i, n in enumerate(launch.counts) if n},
+    )
 
 
 class _SkeletonLaunch(Launch):
-    def __init__(self, emulator: Emulator, kernel: Kernel, route: Route, workgroup: int):
-        self.flow: Flow = build_flow(kernel)
-        self.route, self.deciders = route, _exits(self.flow)
+    def __init__(self, emulator: Emulator, kernel: Kernel, flow: Flow, route: Route, workgroup: int):
+        self.route, self.deciders = route, _exits(flow)
+        self.shorter = _shorter_sides(flow) if route.short else {}
         self.visits: Counter = Counter()
         self.accesses: dict[int, list] = {}
         self.unknown_addresses: set[int] = set()
@@ -100,7 +113,7 @@ class _SkeletonLaunch(Launch):
 
     def _trace(self, g: WaveGroup, inst: Instruction, address, mask, size: int) -> None:
         seen = self.accesses.setdefault(inst.index, [])
-        if len(seen) < 8:
+        if len(seen) < 2:
             seen.append((address.copy(), np.broadcast_to(mask, address.shape).copy(), size))
 
     def _compile(self, inst: Instruction):
@@ -217,6 +230,8 @@ class _SkeletonLaunch(Launch):
         for wave in waves:
             self.visits[index, wave] = count + 1
         found = self.deciders.get(index)
+        if found is None and index in self.shorter:
+            return self.shorter[index]
         if found is None:
             return self.route.forward == "always" or self.route.forward == "alternate" and bool(count & 1)
         leaves_when_taken, ordinal, exits = found
@@ -234,7 +249,7 @@ _UNKNOWN, _KNOWN = object(), object()
 def _exits(flow: Flow) -> dict[int, tuple[bool, int, int]]:
     """Branches that leave their innermost loop: whether they leave when taken, which exit they are, of how many."""
     found: dict[int, tuple[bool, int, int]] = {}
-    for _, members in loops(flow):
+    for _, members in flow.loops:
         exits = []
         for index in sorted(members):
             inst = flow.program[index]
@@ -250,3 +265,22 @@ def _exits(flow: Flow) -> dict[int, tuple[bool, int, int]]:
     return found
 
 
+def _shorter_sides(flow: Flow) -> dict[int, bool]:
+    """For branches of innermost loops whose both sides stay inside: whether the taken side is the shorter way round."""
+    found: dict[int, bool] = {}
+    innermost = [(h, m) for h, m in flow.loops if not any(other < m for _, other in flow.loops)]
+    for header, members in innermost:
+        distance = {header: 0}
+        queue = deque([header])
+        while queue:
+            index = queue.popleft()
+            for before in flow.predecessors[index]:
+                if before in members and before not in distance:
+                    distance[before] = distance[index] + 1
+                    queue.append(before)
+        for index in members:
+            after = flow.successors[index]
+            if index in found or len(after) != 2 or not all(other in members for other in after):
+                continue
+            found[index] = distance.get(after[1], 1 << 30) < distance.get(after[0], 1 << 30)
+    return found

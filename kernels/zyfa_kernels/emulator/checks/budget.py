@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..codeobject import Kernel
 from ..decode import AGPR, VGPR, register_name
+from ..flow import Flow
 from ..lds import LDS_BYTES
 from ..registers import reads, writes
-from ..flow import Flow
 from .report import Violation, violation
 
 REGISTERS_PER_LANE = 512  # of a SIMD, shared by its waves (CDNA3 and CDNA4 ISA, "VGPR allocation")
@@ -49,13 +49,16 @@ def check_budget(kernel: Kernel, flow: Flow, workgroup: int) -> list[Violation]:
             found.append(violation(kernel.name, inst, "register-budget", text))
         # gfx90a and later: vector operands of 64 bits and more start at an even register.
         if len(span) > 1 and VGPR <= span.start and span.start & 1:
-            text = f"{register_name(span.start, len(span))} starts at an odd register; wider operands start at even ones"
+            text = (
+                f"{register_name(span.start, len(span))} starts at an odd register; wider operands start at even ones"
+            )
             found.append(violation(kernel.name, inst, "register-alignment", text))
     facts = occupancy(kernel, workgroup)
     per_simd = -(-facts["waves"] // SIMDS)
     if kd.vgprs * per_simd > REGISTERS_PER_LANE:
         text = (
-            f"{per_simd} waves a SIMD of {kd.vgprs} registers want {kd.vgprs * per_simd}, a lane has {REGISTERS_PER_LANE}: "
+            f"{per_simd} waves a SIMD of {kd.vgprs} registers want {kd.vgprs * per_simd}, a lane has "
+            f"{REGISTERS_PER_LANE}: "
             f"at most {REGISTERS_PER_LANE // per_simd} a wave"
         )
         found.append(violation(kernel.name, first, "occupancy", text))
@@ -70,10 +73,11 @@ def check_budget(kernel: Kernel, flow: Flow, workgroup: int) -> list[Violation]:
         text = f"branches to {inst.target:#x}, which is not the start of an instruction of this kernel"
         found.append(violation(kernel.name, inst, "branch-target", text))
     for index in flow.falls_off:
-        found.append(violation(kernel.name, kernel.program[index], "code-end", "execution runs past the last instruction"))
+        found.append(
+            violation(kernel.name, kernel.program[index], "code-end", "execution runs past the last instruction")
+        )
     for inst in kernel.program:
         if inst.mnemonic in ("s_setpc_b64", "s_swappc_b64", "s_call_b64"):
             text = "an indirect jump: what it reaches is not checked"
             found.append(violation(kernel.name, inst, "indirect-jump", text))
     return found
-

@@ -5,9 +5,9 @@ that touches it. One instruction is one wait state, `s_nop n` is n + 1. The numb
 GCNHazardRecognizer for gfx950; a test runs llc's hazard recogniser on the same pairs and compares.
 
 An MFMA behind another one of its wave waits for the matrix pipe, which the first owns for its passes: the hardware
-enforces that, so it counts here. LLVM counts every instruction as one wait state; what only that stricter count finds is
-advice. So are two rules of LLVM's that every AITER kernel breaks in hundreds of places, and runs: a scalar register from
-the vector ALU read by it within 2 wait states, and M0 written right before a load into LDS.
+enforces that, so it counts here. LLVM counts every instruction as one wait state; what only that stricter count finds
+is advice. So are two rules of LLVM's that every AITER kernel breaks in hundreds of places, and runs: a scalar register
+from the vector ALU read by it within 2 wait states, and M0 written right before a load into LDS.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 from functools import cache
 
 from ..decode import EXEC, M0, VGPR, Instruction
+from ..flow import Flow, fixed_point
 from ..registers import is_lds_load, is_mfma, is_trans, is_valu, is_vmem, partial_destination, reads, writes
 from ..timing import is_f32_product, passes
-from ..flow import Flow, fixed_point
 from .report import Violation, violation
 
 LONGEST = 20  # the longest rule: 16 passes + 4

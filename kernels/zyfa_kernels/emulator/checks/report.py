@@ -33,7 +33,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class BankConflict:
-    """LDS accesses of one instruction: cycles they take and cycles they would take without a conflict."""
+    """Worst access of one LDS instruction: turns it takes, and turns without a conflict (`cycles`, `ideal`)."""
 
     address: int
     instruction: str
@@ -44,12 +44,17 @@ class BankConflict:
 
 @dataclass
 class Report:
-    """Result of `check`. `bank_conflicts` counts extra LDS cycles of one execution of each instruction in a main loop."""
+    """Result of `check`.
+
+    `bank_conflicts` counts the extra LDS turns of one execution of each access in a main loop. `advice` holds what LLVM
+    would space further apart but code known to run does not.
+    """
 
     violations: list[Violation]
     instructions: int
     mfma: int
     bank_conflicts: int
+    advice: list[Violation] = field(default_factory=list)
     lds_accesses: list[BankConflict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     resources: list[dict] = field(default_factory=list)
@@ -62,6 +67,7 @@ class Report:
             "mfma": self.mfma,
             "bank_conflicts": self.bank_conflicts,
             "lds_accesses": [asdict(a) for a in self.lds_accesses if a.cycles > a.ideal],
+            "advice": len(self.advice),
             "notes": self.notes,
             "resources": self.resources,
         }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..codeobject import Kernel
 from ..decode import EXEC, VGPR, register_name
-from ..registers import reads, writes
 from ..flow import Flow, fixed_point
+from ..registers import reads, writes
 from .report import Violation, violation
 
 
@@ -37,5 +37,3 @@ def check_undefined(kernel: Kernel, flow: Flow) -> list[Violation]:
             text = f"{', '.join(names[:4])}{'…' if len(names) > 4 else ''} read, but not written on every path before"
             found.append(violation(kernel.name, inst, "undefined-register", text))
     return found
-
-

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from ..decode import Instruction, register_name
 from ..exec_control import waitcnt_fields
-from ..registers import is_lds_load, is_vmem, reads, writes
 from ..flow import Flow, fixed_point
+from ..registers import is_lds_load, is_vmem, reads, writes
 from .report import Violation, violation
 
 VM, LDS, SCALAR = "vmcnt", "lgkmcnt", "lgkmcnt(0)"
@@ -39,7 +39,11 @@ def _transfer(inst: Instruction, state: dict) -> dict:
     """State: {(register, counter): (younger operations, index of the load)}."""
     if inst.mnemonic == "s_waitcnt":
         vm, _, lgkm = waitcnt_fields(inst)
-        limit = {VM: vm if vm < 63 else _CAP + 1, LDS: lgkm if lgkm < 15 else _CAP + 1, SCALAR: 0 if lgkm == 0 else _CAP + 1}
+        limit = {
+            VM: vm if vm < 63 else _CAP + 1,
+            LDS: lgkm if lgkm < 15 else _CAP + 1,
+            SCALAR: 0 if lgkm == 0 else _CAP + 1,
+        }
         return {k: v for k, v in state.items() if (k[1] == SCALAR and lgkm != 0) or v[0] < limit[k[1]]}
     issued = counters(inst)
     if not issued:
