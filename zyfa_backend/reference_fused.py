@@ -1,7 +1,7 @@
 """P of one panel as the GPU kernels form it: one fused multiply-add per score instead of separate steps.
 
-The formulas are those of `reference_tiles.block_probabilities`, but a score that lies next to a rounding tie of P may get
-the neighbouring code when the fp32 operations before it round differently. With `arithmetic="fused"` the reference
+The formulas are those of `reference_tiles.block_probabilities`, but a score that lies next to a rounding tie of P may
+get the neighbouring code when the fp32 operations before it round differently. With `arithmetic="fused"` the reference
 rounds where the kernels do, so that what still differs is not a matter of ties:
 
     m in units of the product q·k, slope = 8c (lean) or c (exact),
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from zyfa_backend.config import BLOCK, AttentionConfig
-from zyfa_backend.reference_tiles import _exact_codes, _finite, _running_maximum
+from zyfa_backend.reference_tiles import _finite, _running_maximum, round_to_e4m3
 
 SMALLEST_SCALE = 1e-30  # of c: keeps -inf · c at -inf
 _LARGEST_EXPONENT = 100.0
@@ -49,8 +49,10 @@ def fused_probabilities(
         factor.mul_(256)  # the codes were read as fp16, whose exponent bias is larger by 8
     else:
         bias = -(scale * origin) - minus_k
-        blocks.copy_(_fma(blocks, scale.unsqueeze(-1), bias.unsqueeze(-1)).add_(config.offset))
-        _exact_codes(blocks, scratch)
+        # fp64 keeps the addition of B exact; what exp2 sees is y as the kernels round it
+        y = _fma(blocks, scale.unsqueeze(-1), bias.unsqueeze(-1)).double().add_(config.offset)
+        blocks.copy_(y.exp2_())
+        round_to_e4m3(blocks, scratch)
     return blocks, factor, m_after, alpha
 
 

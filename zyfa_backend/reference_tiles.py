@@ -143,12 +143,16 @@ def _unrounded(
 
 
 def _exact_codes(y: torch.Tensor, scratch: torch.Tensor) -> None:
-    """y becomes 2^y rounded to e4m3, nearest even, subnormals included.
+    """y becomes 2^y rounded to e4m3."""
+    round_to_e4m3(y.exp2_(), scratch)
+
+
+def round_to_e4m3(y: torch.Tensor, scratch: torch.Tensor) -> None:
+    """y, not negative, rounded to e4m3 in place, nearest even, subnormals included.
 
     Adding and subtracting 1.5 · 2^20 · 2^floor(log2 p) leaves p its leading 1 and three bits; below 2^-6 the step is
     that of 2^-6.
     """
-    y.exp2_()
     magic = scratch[: y.numel()].view(y.shape)
     torch.bitwise_and(y.view(torch.int32), 0x7F800000, out=magic.view(torch.int32))
     magic.clamp_min_(_E4M3_SMALLEST_NORMAL).mul_(1.5 * 2**20)

@@ -1,7 +1,6 @@
 """The arithmetic of the fp8 head-dim-128 kernels in numpy: same roundings, none of the instructions.
 
-The reference evaluates the same formulas in another order of fp32 operations, so that now and then a score next to a
-rounding tie of P gets the neighbouring code there. Against this model the kernels have no such excuse.
+Independent of the reference: scores and sums in fp64, and only the steps that decide about a code of P in fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from zyfa_backend.kernel_run import Problem
-from zyfa_backend.quantization import codes_to_float
+from zyfa_backend.quantization import e4m3_decode
 
 F32 = np.float32
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -25,7 +24,7 @@ def fma(a, b, c):
 
 def attend(p: Problem, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(out [Tq, Hq, 128] before rounding to bf16, lse [Hq, Tq]) in fp64, with P's codes as the kernels form them."""
-    q, k, v = (codes_to_float(x.data, x.format).numpy().astype(np.float64) for x in (p.q, p.k, p.v))
+    q, k, v = (e4m3_decode(x.data).numpy().astype(np.float64) for x in (p.q, p.k, p.v))
     (tq, hq, _), (tk, hkv, _) = q.shape, k.shape
     lean = p.config.probabilities == "lean"
     out, lse = np.zeros((tq, hq, 128)), np.zeros((hq, tq))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from zyfa_kernels.asm.fp8_hd128 import layout
 
 LANES = range(64)

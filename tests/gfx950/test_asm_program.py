@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from zyfa_kernels.asm import hazards
 from zyfa_kernels.asm.instruction import op
 from zyfa_kernels.asm.program import Program
@@ -65,7 +64,7 @@ def test_the_four_bit_counter_is_not_overrun():
         (("v_mov_b32", v[0], 0), ("v_permlane32_swap_b32", v[0], v[1]), 2),
         (("v_mov_b32", v[16], 0), (MFMA, v[0:15], v[16:23], v[24:31], 0), 2),
         (("v_mov_b32", v[0], 0), (MFMA, v[0:15], v[16:23], v[24:31], v[0:15]), 2),
-        (("v_cvt_pk_fp8_f32", v[0], v[1], v[2]), ("v_mov_b32", v[3], v[0]), 1),
+        (("v_cvt_scalef32_pk_fp8_f32", v[0], v[1], v[2], s[0]), ("v_mov_b32", v[3], v[0]), 1),
         (("v_cmp_gt_f32", VCC, v[0], v[1]), ("v_cndmask_b32", v[2], v[3], v[4], VCC), 2),
         (("v_readfirstlane_b32", s[4], v[0]), ("buffer_load_dword", v[1], v[2], s[4:7], 0), 5),
         (("s_mov_b32", M0, 0), ("buffer_load_dwordx4 lds", v[0], s[4:7], 0), 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from zyfa_kernels.asm.instruction import InstructionError, op
 from zyfa_kernels.asm.registers import VCC, Allocator, RegisterError, s, v
 

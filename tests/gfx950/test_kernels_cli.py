@@ -48,7 +48,11 @@ def test_run_reports_errors_against_the_reference(capsys, kind):
 
 def test_run_reads_captured_inputs_by_layer(capsys, tmp_path):
     rng = np.random.default_rng(0)
-    arrays = {f"layer{n}.{x}": rng.standard_normal((40, h, 128)).astype(np.float32) for n in (3, 7) for x, h in (("q", 2), ("k", 1), ("v", 1))}
+    arrays = {
+        f"layer{n}.{x}": rng.standard_normal((40, h, 128)).astype(np.float32)
+        for n in (3, 7)
+        for x, h in (("q", 2), ("k", 1), ("v", 1))
+    }
     path = tmp_path / "captured.npz"
     np.savez(path, **arrays)
     result = output(capsys, "kernels", "run", LEAN, "--input", str(path), "--layer", "7")

@@ -6,7 +6,6 @@ import re
 import struct
 
 import pytest
-
 from zyfa_kernels.asm.instruction import INLINE_FLOATS, Instruction
 from zyfa_kernels.asm.isa import ISA
 from zyfa_kernels.emulator import CodeObject

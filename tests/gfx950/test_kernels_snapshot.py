@@ -1,6 +1,6 @@
 """What each kernel consists of, phase by phase: any change of the generated code shows here.
 
-After an intended change: `ZYFA_UPDATE_SNAPSHOTS=1 python -m pytest tests/gfx950/test_kernels_snapshot.py`, and read the diff.
+After an intended change run it with ZYFA_UPDATE_SNAPSHOTS=1 in the environment and read the diff.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from zyfa_kernels.asm.instruction import Instruction
 from zyfa_kernels.asm.program import Comment
 from zyfa_kernels.runtime.registry import kernel, names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ def _code(name_or_file: str) -> bytes:
         return Path(name_or_file).read_bytes()
     except OSError as error:
         raise UserError(
-            f"{name_or_file!r} is neither a readable file ({error.strerror}) nor a kernel; there are {', '.join(names())}"
+            f"{name_or_file!r} is neither a readable file ({error.strerror}) nor one of {', '.join(names())}"
         ) from error
 
 
@@ -128,7 +129,9 @@ def check(target: NameOrFile, json: Json = False) -> None:
 
 def cycles(
     target: NameOrFile,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline to this .png or .svg file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Write the timeline to this .png or .svg file.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """The cycle model's view of the main loop. All figures are modelled, none is measured."""
@@ -163,7 +166,10 @@ def run(
     kv_heads: Annotated[int, typer.Option("--kv-heads")] = 1,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Must agree with the kernel's name.")] = None,
     context: Annotated[int, typer.Option("--context", help="Keys before the first query.")] = 0,
-    input: Annotated[str, typer.Option("--input", help="gaussian, peaked, ones, or an .npz file with q, k and v.")] = "gaussian",
+    input: Annotated[
+        str, typer.Option("--input", help="gaussian, peaked, ones, or an .npz file with q, k and v.")
+    ] = "gaussian",
+    window: Annotated[int | None, typer.Option("--window", help="A query sees no key further back than this.")] = None,
     layer: Annotated[int | None, typer.Option("--layer", help="Layer of an .npz file that holds several.")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     on: Annotated[str, typer.Option("--on", help="emulator or gpu.")] = "emulator",
@@ -181,12 +187,14 @@ def run(
     mask, lean = properties["causal"], properties["lean"]
     try:
         if input in kernel_run.INPUTS:
-            problem = kernel_run.generate(input, 256 if seq is None else seq, q_heads, kv_heads, context, mask, lean, seed)
+            problem = kernel_run.generate(
+                input, 256 if seq is None else seq, q_heads, kv_heads, context, mask, lean, seed
+            )
         elif input.endswith(".npz"):
             problem = kernel_run.load(Path(input), layer, seq, mask, lean)
         else:
             raise UserError(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
-        result = kernel_run.compare(name, problem, on)
+        result = kernel_run.compare(name, replace(problem, window=window), on)
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
     if json:

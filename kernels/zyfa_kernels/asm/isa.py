@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 VALU, TRANS, MFMA, DS, VMEM, VMEM_LDS, VSTORE, SMEM, SALU, BRANCH, BARRIER, WAIT, NOP, END = (
-    "valu", "trans", "mfma", "ds", "vmem", "vmem_lds", "vstore", "smem", "salu", "branch", "barrier", "wait", "nop", "end",
+    "valu", "trans", "mfma", "ds", "vmem", "vmem_lds", "vstore",
+    "smem", "salu", "branch", "barrier", "wait", "nop", "end",
 )  # fmt: skip
 
 _ROWS: dict[str, tuple[str, str, str]] = {

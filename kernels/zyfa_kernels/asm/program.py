@@ -112,7 +112,9 @@ class Program:
         state = self.waits.snapshot()
         known = self._meeting.setdefault(label, state)
         if known != state:
-            raise WaitError(f"paths meet at {label!r} with different memory operations outstanding: {known} and {state}")
+            raise WaitError(
+                f"paths meet at {label!r} with different memory operations outstanding: {known} and {state}"
+            )
 
     def title(self, *lines: str) -> None:
         self.body.append(Comment(lines, title=True))
@@ -135,7 +137,9 @@ class Program:
             elif isinstance(item, Comment):
                 if item.title:
                     out += ["", "// " + "=" * 100]
-                out += [f"// {line}" for line in item.lines] if item.title else [f"    // {line}" for line in item.lines]
+                out += (
+                    [f"// {line}" for line in item.lines] if item.title else [f"    // {line}" for line in item.lines]
+                )
             else:
                 text = f"    {item.text()}"
                 out.append(f"{text:<88}// {item.note}" if item.note else text)

@@ -105,7 +105,9 @@ class Allocator:
                 reg = Reg(self.letter, start, count, name)
                 self.entries.append(_Entry(reg, what))
                 return reg
-        raise RegisterError(f"{name!r} needs {count} {PREFIX[self.letter]} registers; {len(taken)} of {self.limit} are taken")
+        raise RegisterError(
+            f"{name!r} needs {count} {PREFIX[self.letter]} registers; {len(taken)} of {self.limit} are taken"
+        )
 
     def place(self, name: str, reg: Reg, what: str = "") -> Reg:
         """A second name for registers that another live name owns (an alias over part of its life)."""

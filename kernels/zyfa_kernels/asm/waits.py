@@ -37,7 +37,9 @@ class Waits:
         if lgkm is not None and any(p.kind == SMEM for p in self.lgkm):
             lgkm = 0
         if lgkm is None and instruction.kind in (DS, SMEM) and len(self.lgkm) >= LGKM_MAX:
-            raise WaitError(f"{instruction.text()!r} would be the {len(self.lgkm) + 1}th operation on a counter of 4 bits")
+            raise WaitError(
+                f"{instruction.text()!r} would be the {len(self.lgkm) + 1}th operation on a counter of 4 bits"
+            )
         return self._youngest(self.vm, touched), lgkm
 
     @staticmethod

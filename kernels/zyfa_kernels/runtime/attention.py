@@ -34,7 +34,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache: int32 [batch, pages] table, its byte stride over sequences, tokens a page, byte strides of pages."""
+    """A paged cache: address and row stride of its int32 [batch, pages] table, tokens a page, bytes between pages."""
 
     table: int
     table_row: int
@@ -108,7 +108,9 @@ def attention_launch(
             )
         # K and V are addressed in 64 bits, row groups of Q and the output within one buffer.
         if label in ("q", "out") and array.row * tokens >= _LARGEST_OFFSET:
-            raise LaunchError(f"{label} spans {array.row * tokens} bytes in one sequence; below {_LARGEST_OFFSET} works")
+            raise LaunchError(
+                f"{label} spans {array.row * tokens} bytes in one sequence; below {_LARGEST_OFFSET} works"
+            )
     if window is not None and not 0 <= window < _NO_WINDOW:
         raise LaunchError(f"window={window} is not accepted; it lies in 0 .. {_NO_WINDOW - 1}, or None")
     if pages and (pages.tokens < 8 or pages.tokens & (pages.tokens - 1)):

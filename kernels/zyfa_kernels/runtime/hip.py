@@ -75,7 +75,11 @@ def run(launch: Launch, stream: int = 0) -> None:
     block = ctypes.create_string_buffer(launch.kernarg, len(launch.kernarg))
     size = ctypes.c_size_t(len(launch.kernarg))
     extra = (ctypes.c_void_p * 5)(
-        _ARG_POINTER, ctypes.cast(block, ctypes.c_void_p), _ARG_SIZE, ctypes.cast(ctypes.byref(size), ctypes.c_void_p), _ARG_END
+        _ARG_POINTER,
+        ctypes.cast(block, ctypes.c_void_p),
+        _ARG_SIZE,
+        ctypes.cast(ctypes.byref(size), ctypes.c_void_p),
+        _ARG_END,
     )
     call(
         "hipModuleLaunchKernel",
@@ -113,4 +117,3 @@ class Buffer:
 
 def synchronize() -> None:
     call("hipDeviceSynchronize")
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from ..asm import fp8_hd128
 from ..asm.kernel import Kernel
@@ -18,7 +18,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(name: str) -> Kernel:
     """Generate a kernel (about half a second); kept for the life of the process."""
     if name not in _BUILDERS:

@@ -16,7 +16,7 @@ PROSE = (
     "",
     "A workgroup of 8 waves takes 256 queries of one head, 32 a wave, and walks the keys in tiles of 128.",
     "S^T = K Q^T leaves one query per lane; P^T is formed in place as the second operand of O^T = V^T P^T.",
-    "Waves 0-3 and 4-7 alternate: one wave of each SIMD runs its matrix phase while the other forms P; barriers swap them.",
+    "Waves 0-3 and 4-7 alternate: of the two waves of a SIMD one runs its matrix phase while the other forms P.",
 )
 
 
@@ -121,5 +121,7 @@ def build(variant: Variant) -> Kernel:
         LDS_BYTES,
         64 * WAVES,
         PROSE,
-        MappingProxyType({"qk_dim": 128, "v_dim": 128, "format": "fp8_e4m3", "causal": variant.causal, "lean": variant.lean}),
+        MappingProxyType(
+            {"qk_dim": 128, "v_dim": 128, "format": "fp8_e4m3", "causal": variant.causal, "lean": variant.lean}
+        ),
     )

@@ -1,4 +1,4 @@
-"""Where each byte lies: tiles in LDS, fragments in registers. Plain integer functions, used by the generator and by tests.
+"""Where each byte lies: tiles in LDS, fragments in registers. Plain integer functions, for the generator and tests.
 
 LDS holds STAGES tiles of K and as many of V, each 128 keys of 128 bytes in rows of 128 bytes. A row's eight 16-byte
 chunks are permuted by an exclusive or with a function of the row, which spreads the rows that one read touches over all

@@ -17,10 +17,12 @@ def buffer_of(state: State, number: int) -> Reg:
     return state.frag.group(number % FRAGMENTS, 8)
 
 
-def read_fragment(state: State, number: int, k_stage: int | None, v_stage: int, k_addr: Reg | None = None) -> list[Instruction]:
+def read_fragment(
+    state: State, number: int, k_stage: int | None, v_stage: int, k_addr: Reg | None = None
+) -> list[Instruction]:
     """LDS reads of fragment `number`. `k_addr` replaces address and stage where the stage is not known yet."""
     kind, block, half = fragments()[number]
-    into = buffer_of(state, number)
+    into, start = buffer_of(state, number), 64 * half
     if kind == "QK":
         address = k_addr if k_addr is not None else state.k_addr
         offset = (0 if k_addr is not None else stage_offset(k_stage or 0)) + 32 * block * ROW_BYTES
@@ -30,7 +32,7 @@ def read_fragment(state: State, number: int, k_stage: int | None, v_stage: int, 
                 into[4 * part : 4 * part + 3],
                 address[2 * half + part],
                 mods=f"offset:{offset}",
-                note=f"K: keys {32 * block}-{32 * block + 31}, dims {64 * half + 32 * part}-{64 * half + 32 * part + 31}",
+                note=f"K: keys {32 * block}-{32 * block + 31}, dims {start + 32 * part}-{start + 32 * part + 31}",
             )
             for part in range(2)
         ]
@@ -41,7 +43,7 @@ def read_fragment(state: State, number: int, k_stage: int | None, v_stage: int, 
             into[2 * part : 2 * part + 1],
             state.v_addr[block],
             mods=f"offset:{offset + 16 * part * ROW_BYTES}",
-            note=f"V: value dims {32 * block}-{32 * block + 31}, keys {64 * half + 16 * part}-{64 * half + 16 * part + 15}",
+            note=f"V: value dims {32 * block}-{32 * block + 31}, keys {start + 16 * part}-{start + 16 * part + 15}",
         )
         for part in range(4)
     ]

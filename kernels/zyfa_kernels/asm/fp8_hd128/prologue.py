@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..program import Program
 from ..registers import Reg
 from ..registers import v as vector
+from . import staging
 from .layout import (
     CHUNK,
     HEAD_DIM,
@@ -15,7 +16,6 @@ from .layout import (
     WAVE_QUERIES,
     WORKGROUP_QUERIES,
 )
-from . import staging
 from .state import State
 from .vector import MIN_EXPONENT, OFFSET
 
@@ -134,8 +134,8 @@ def constants(state: State) -> None:
 def ones(state: State) -> None:
     """Operand A of the row sums. Lane 16 g + r supplies row r; its bytes meet the P bytes of lanes 16 g .. 16 g + 15.
 
-    Lanes 0-15 and 32-47 of P hold queries 0-15, the others queries 16-31. Rows 0-3 and 8-11 sum the former, rows 4-7 and
-    12-15 the latter, so that accumulator lane l (rows 4 (l / 16) ..) receives the sum of its own query l % 32.
+    Lanes 0-15 and 32-47 of P hold queries 0-15, the others queries 16-31. Rows 0-3 and 8-11 sum the former, rows 4-7
+    and 12-15 the latter, so that accumulator lane l (rows 4 (l / 16) ..) receives the sum of its own query l % 32.
     """
     p, t = state.program, state.block_max
     p.note("Row-sum operand: 1.0 where (row / 4) % 2 equals the key group's parity")
@@ -220,7 +220,9 @@ def addresses(state: State) -> None:
 def first_loads(state: State) -> None:
     """K of tiles 0-2 and V of tiles 0-1, in the order of their use; the loop stages three tiles ahead."""
     p = state.program
-    p.title("First tiles on their way", "The last tile lies in the last stage, so the first one starts where that leads.")
+    p.title(
+        "First tiles on their way", "The last tile lies in the last stage, so the first one starts where that leads."
+    )
     p.op("s_sub_i32", state.stage, 0, state.tiles)
     p.op("s_and_b32", state.stage, state.stage, STAGES - 1)
     p.op("s_lshl_b32", state.stage, state.stage, TILE_BYTES.bit_length() - 1)
@@ -282,4 +284,3 @@ def queries(state: State) -> None:
     p.op("v_maximum3_f32", state.scale, state.scale, x, x, note="a NaN scale stays")
     if state.variant.lean:
         p.op("v_mul_f32", state.code_scale, 8.0, state.scale)
-

@@ -1,8 +1,8 @@
 """The schedule of the fp8 head-dim-128 kernels, as tables that the generator walks.
 
-A tile of 128 keys takes a wave two phases, each closed by a barrier: in the matrix phase it computes the scores of tile i
-and adds tile i-1 to its output; in the vector phase it turns the scores into P. Waves 4-7 run one phase behind waves 0-3,
-so the two waves of a SIMD are always in different phases.
+A tile of 128 keys takes a wave two phases, each closed by a barrier: in the matrix phase it computes the scores of
+tile i and adds tile i-1 to its output; in the vector phase it turns the scores into P. Waves 4-7 run one phase behind
+waves 0-3, so the two waves of a SIMD are always in different phases.
 
 MATRIX: `QK b d` is key block b (32 keys) x head-dim half d; `PV b h` is value-dim block b x key half h (64 keys);
 `SUM h` the row sum of key half h. In the shadow of each stand the LDS reads of the fragment that the matrix instruction

@@ -34,7 +34,7 @@ def look_up(state: State, into: Reg, offsets: tuple[Reg, ...]) -> list[Instructi
 
 
 def address(state: State, which: str, part: int, page: Reg, tile: int) -> list[Instruction]:
-    """Descriptor of 8 rows of tile `tile` after `state.token`'s; past the last key its size is 0 and zeros are loaded."""
+    """Descriptor of 8 rows of tile `tile` after `state.token`'s; past the last key its size is 0: zeros are loaded."""
     desc = state.k_desc if which == "k" else state.v_desc
     base, row, stride = (state.arg_of(name) for name in (which, f"{which}_row", f"{which}_page"))
     token, lo, hi = state.stage_tmp

@@ -99,7 +99,7 @@ def _codes(state: State, block: int) -> list[Instruction]:
     quads = [state.s.group(8 * block + n, 4) for n in range(8)]
     into = [state.p[8 * block + n] for n in range(8)]
     bias = state.bias[block]
-    # A NaN score gives code 0 here: its row becomes NaN by alpha, and a NaN code would reach the row sum of another query.
+    # A NaN score gives code 0: its row becomes NaN by alpha, and a NaN code would reach another query's row sum.
     return _lean(state, quads, into, bias) if state.variant.lean else _exact(state, quads, into, bias)
 
 
@@ -112,7 +112,7 @@ def _lean(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[In
 
 
 def _exact(state: State, quads: list[Reg], into: list[Reg], bias: Reg) -> list[Instruction]:
-    """code = e4m3(2^y), rounded to nearest even. 2^(y-B) is clamped to [0, 1], which turns NaN into 0; then times 2^B."""
+    """code = e4m3(2^y), to nearest even: 2^(y-B) clamped to [0, 1], which turns NaN into 0, then times 2^B."""
     fma = [[op("v_fma_f32", q[t], q[t], state.scale, bias) for t in range(4)] for q in quads]
     s = state.p_unit
     exp = [[op("v_exp_f32", q[t], q[t], mods="clamp") for t in range(4)] for q in quads]
@@ -173,7 +173,13 @@ def _mask_block(state: State, block: int) -> None:
         for n, key in keys:
             program.op("v_subrev_u32", state.offset[n % m], key, state.rel)
         for n, key in keys:
-            program.op("v_cmp_le_u32", state.masks[n % m], state.offset[n % m], state.span, note=f"key {32 * block + key} visible")
+            program.op(
+                "v_cmp_le_u32",
+                state.masks[n % m],
+                state.offset[n % m],
+                state.span,
+                note=f"key {32 * block + key} visible",
+            )
         for n, _ in keys:
             program.op("v_cndmask_b32", scores[n], state.neg_inf, scores[n], state.masks[n % m])
     program.label(done)
@@ -188,7 +194,7 @@ def _rescale(state: State) -> None:
             for n in range(64):
                 state.program.op("v_mul_f32", state.o[n], state.alpha, state.o[n])
         else:
-            # Exact P outlasts the other wave's matrix phase, and packed products are fast while the matrix pipe is idle.
+            # Exact P outlasts the other wave's matrix phase; packed products are fast while the matrix pipe is idle.
             for n in range(32):
                 pair = state.o.group(n, 2)
                 state.program.op("v_pk_mul_f32", pair, pair, state.alpha_pair, mods="op_sel_hi:[1,0]")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
-
-from zyfa_backend import kernel_run, reference
 from zyfa_kernels.emulator import CodeObject, Emulator
 from zyfa_kernels.runtime.attention import Array, Pages, attention_launch
 from zyfa_kernels.runtime.cache import code_object
 from zyfa_kernels.runtime.registry import kernel
 
+from zyfa_backend import kernel_run, reference
 
-@lru_cache(maxsize=None)
+
+@cache
 def loaded(which: str) -> CodeObject:
     return CodeObject.load(code_object(which))
 
