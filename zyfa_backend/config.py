@@ -59,7 +59,7 @@ class AttentionConfig:
             if value not in accepted:
                 raise ConfigError(f"{field}={value!r} is not accepted; choose one of {', '.join(map(str, accepted))}")
         if not -6 <= self.offset <= 8:
-            raise ConfigError(f"offset={self.offset!r} is not accepted; it lies in [-6, 8], within which a largest P has a code of e4m3")
+            raise ConfigError(f"offset={self.offset!r} is not accepted; it lies in [-6, 8], where P has e4m3 codes")
         if not -1 <= self.delta <= 1:
             raise ConfigError(f"delta={self.delta!r} is not accepted; it lies in [-1, 1]")
 
