@@ -13,6 +13,14 @@ import triton
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "prefill.toml"
 DEFAULT_TILES = {"tile_m": 64, "num_warps": 4, "num_stages": 3}
+# section_bytes: of K and V that CTAs work on at a time, so that they stay in L2.
+DEFAULT_HOPPER = {
+    "stages": 3,
+    "ordered": 0,
+    "consumer_registers": 240,
+    "producer_registers": 24,
+    "section_bytes": 32 << 20,
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,10 @@ class Target:
     half: bool
     ptx: bool
     device: str
+
+    def hopper(self, d: int) -> dict[str, int]:
+        """Options of the Hopper kernel for head dimension d."""
+        return {**DEFAULT_HOPPER, **_tiles().get(self.device, {}).get("hopper", {}).get(str(d), {})}
 
     def tile(self, d: int) -> dict[str, int]:
         """tile_m, num_warps and num_stages of the plain kernel for head dimension d."""
