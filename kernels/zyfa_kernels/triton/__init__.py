@@ -1,0 +1,1 @@
+"""Kernels in Triton, for the GPUs that it supports."""
