@@ -34,12 +34,17 @@ class ArgumentError(ValueError):
 
 @dataclass(frozen=True)
 class Tile:
-    """rows: heads of tokens that a program handles at a time; programs: how many share a multiprocessor at most."""
+    """How the work is cut.
+
+    rows: heads of tokens that a program handles at a time; warps: of a program; stages: tiles in flight; programs: the
+    most that share a multiprocessor; registers: the most of a thread on CUDA, None for the compiler's choice.
+    """
 
     rows: int = 64
     warps: int = 4
     stages: int = 3
     programs: int = 3
+    registers: int | None = None
 
 
 def rotate_quantize_q(
@@ -60,8 +65,7 @@ def rotate_quantize_q(
     (uint8 or int8) without it. scale: fp32 [T, Hq] likewise. method, tile: None for what measures fastest.
     Returns (codes, scale), q = codes · scale. Raises ArgumentError.
     """
-    _check_input("q", q, q)
-    tokens, heads, dim = q.shape
+    _check_input("q", q)
     out, scale = _outputs(q, qk_format, out, scale)
     _launch(q, out, scale, None, None, None, None, None, None, None, None, rotation, qk_format, method, tile)
     return out, scale
@@ -91,8 +95,13 @@ def rotate_quantize_write(
     saturated: int64 [2], to which the numbers of values of K and V that were clipped are added; not counted without it.
     Raises ArgumentError.
     """
-    _check_input("k", k, k)
-    _check_input("v", v, k)
+    _check_input("k", k)
+    _check_input("v", v)
+    if v.shape[:2] != k.shape[:2] or v.dtype != k.dtype or v.device != k.device:
+        raise ArgumentError(
+            f"v is {list(v.shape)} {v.dtype} on {v.device}, k {list(k.shape)} {k.dtype} on {k.device}; "
+            f"expected the same tokens, heads, dtype and device"
+        )
     _launch(
         None, None, None, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format,
         method, tile,
@@ -134,7 +143,7 @@ def rotate_quantize_qkv(
     dims = (head_dim, head_dim, v_dim)
     q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(widths, 1), dims, strict=True))
     for name, part in (("q", q), ("k", k), ("v", v)):
-        _check_input(name, part, q)
+        _check_input(name, part)
     out, scale = _outputs(q, qk_format, out, scale)
     _launch(
         q, out, scale, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format, method,
@@ -177,7 +186,7 @@ def _launch(
     arguments = (
         *(nothing if t is None else t for t in (q, _bytes(out), q_scale, k, v, k_cache, v_cache)),
         *(nothing if t is None else t for t in (slots, k_scale, v_scale, saturated)),
-        tables[0], tables[-1], q_tokens, kv_tokens, 1 if k is None else k_cache.shape[1],
+        tables[0], tables[-1], q_tokens, kv_tokens,
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
     )  # fmt: skip
@@ -198,9 +207,11 @@ def _launch(
             INT8=qk_format == "int8",
             NATIVE=stats.native_e4m3,
             COUNT=saturated is not None and kv_tokens > 0,
+            BLOCK=1 if k is None else k_cache.shape[1],
             ROWS=tile.rows,
             STAGES=tile.stages,
             num_warps=tile.warps,
+            **({} if tile.registers is None else {"maxnreg": tile.registers}),
         )
 
 
@@ -227,7 +238,8 @@ def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tupl
 def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What the kernel reads for each diagonal block: the matrix for "dot", signs for "butterfly"."""
     if turn == "dot":
-        return hadamard.matrices(dim, rotation, dtype, device)
+        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+        return hadamard.matrices(dim, rotation, torch.float32 if device.type == "cpu" else dtype, device)
     if turn == "none":
         return (torch.zeros(1, device=device),)
     signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
@@ -291,16 +303,11 @@ def _expect(name: str, tensor: torch.Tensor, shape, dtypes: tuple[torch.dtype, .
         )
 
 
-def _check_input(name: str, x: torch.Tensor, first: torch.Tensor) -> None:
+def _check_input(name: str, x: torch.Tensor) -> None:
     if x.dim() != 3 or x.dtype not in DTYPES or not 1 <= x.shape[2] <= LARGEST_DIM or x.shape[1] < 1:
         raise ArgumentError(
             f"{name} is {list(x.shape)} {x.dtype}; expected [T, H, D] with D up to {LARGEST_DIM} "
             f"in bfloat16, float16 or float32"
-        )
-    if x.shape[:2] != first.shape[:2] and name != "k" or x.dtype != first.dtype or x.device != first.device:
-        raise ArgumentError(
-            f"{name} is {list(x.shape)} {x.dtype} on {x.device}, beside {list(first.shape)} {first.dtype} on "
-            f"{first.device}; expected the same tokens, heads, dtype and device"
         )
 
 

@@ -41,7 +41,8 @@ def _load(base, start, live, stride, FIRST: tl.constexpr, ORDER: tl.constexpr, W
     at = base + start[:, None] + (FIRST + channel).to(tl.int64)[None, :] * stride
     if ORDER == WIDTH:
         return tl.load(at, mask=live[:, None], other=0.0)
-    return tl.load(at, mask=live[:, None] & (channel < ORDER)[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=live[:, None] & (channel < ORDER)[None, :], other=0.0)
 
 
 @triton.jit
@@ -64,21 +65,25 @@ def _butterfly(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _rotated(x, matrix, NORM: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """fp32 [ROWS, WIDTH]; `matrix` is [WIDTH, WIDTH] for "dot" and the signs [1, WIDTH] for "butterfly"."""
+    """Minus the rotated rows, which saves `_codes` a negation; fp32 [ROWS, WIDTH].
+
+    matrix: [WIDTH, WIDTH] for "dot", the signs [1, WIDTH] for "butterfly".
+    """
     if ROTATE == "dot":
-        return tl.dot(x, matrix, input_precision="ieee") * NORM
-    y = x.to(tl.float32)
-    if ROTATE == "butterfly":
-        y = y * matrix
-        if WIDTH >= 128:
-            y = _butterfly(y, ROWS, WIDTH, 64)
-        y = _butterfly(y, ROWS, WIDTH, 32)
-        y = _butterfly(y, ROWS, WIDTH, 16)
-        y = _butterfly(y, ROWS, WIDTH, 8)
-        y = _butterfly(y, ROWS, WIDTH, 4)
-        y = _butterfly(y, ROWS, WIDTH, 2)
-        y = _butterfly(y, ROWS, WIDTH, 1) * NORM
-    return y
+        return tl.dot(x.to(matrix.dtype), matrix, input_precision="ieee") * -NORM
+    else:
+        y = x.to(tl.float32)
+        if ROTATE == "butterfly":
+            y = y * matrix
+            if WIDTH >= 128:
+                y = _butterfly(y, ROWS, WIDTH, 64)
+            y = _butterfly(y, ROWS, WIDTH, 32)
+            y = _butterfly(y, ROWS, WIDTH, 16)
+            y = _butterfly(y, ROWS, WIDTH, 8)
+            y = _butterfly(y, ROWS, WIDTH, 4)
+            y = _butterfly(y, ROWS, WIDTH, 2)
+            y = _butterfly(y, ROWS, WIDTH, 1)
+        return y * -NORM
 
 
 @triton.jit
@@ -86,15 +91,23 @@ def _matrix(pointer, ROTATE: tl.constexpr, WIDTH: tl.constexpr):
     channel = tl.arange(0, WIDTH)
     if ROTATE == "dot":
         return tl.load(pointer + channel[:, None] * WIDTH + channel[None, :])
-    if ROTATE == "butterfly":
+    elif ROTATE == "butterfly":
         return tl.load(pointer + channel)[None, :]
-    return 0.0
+    else:
+        return 0.0
 
 
 @triton.jit
 def _largest_bits(y):
     """Bits of the largest magnitude of each row; a NaN's are larger than all others."""
     return tl.max(y.to(tl.int32, bitcast=True) & ABS_BITS, 1)
+
+
+@triton.jit
+def _over(x, DIVISOR: tl.constexpr):
+    """x / DIVISOR correctly rounded, as in `_codes`."""
+    quotient = x * (1 / DIVISOR)
+    return tl.fma(tl.fma(quotient, -DIVISOR, x), 1 / DIVISOR, quotient)
 
 
 @triton.jit
@@ -110,26 +123,34 @@ def _e4m3_bits(y):
 
 
 @triton.jit
-def _codes(y, scale, reciprocal, INT8: tl.constexpr, NATIVE: tl.constexpr):
+def _codes(minus_y, scale, INT8: tl.constexpr, NATIVE: tl.constexpr):
     """Codes (uint8) of y / scale, where |y| / scale is at most the format's largest value up to rounding.
 
     The quotient is the correctly rounded one: a product with the rounded reciprocal, then Markstein's correction by
-    the exact remainder, three instructions instead of a division for each element.
+    the exact remainder, three instructions instead of a division for each element. -0 keeps its sign.
     """
-    quotient = y * reciprocal
-    quotient = tl.fma(tl.fma(-quotient, scale, y), reciprocal, quotient)
+    minus_reciprocal = tl.div_rn(-1.0, scale)[:, None]
+    quotient = minus_y * minus_reciprocal
+    quotient = tl.fma(tl.fma(quotient, scale[:, None], minus_y), minus_reciprocal, quotient)
     if INT8:
         code = (quotient + ROUND_TO_INT).to(tl.int32, bitcast=True)
         return tl.where(quotient == quotient, code, INT8_NAN).to(tl.uint8)
-    if NATIVE:
+    elif NATIVE:
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return _e4m3_bits(quotient)
+    else:
+        return _e4m3_bits(quotient)
 
 
 @triton.jit
 def _clamped(y, scale, LARGEST: tl.constexpr):
-    bound = scale * LARGEST
+    bound = (scale * LARGEST)[:, None]
     return tl.clamp(y, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _beyond(y, bound, written):
+    """How many values of each written row are beyond its bound."""
+    return tl.sum((tl.abs(y) > tl.where(written, bound, float("inf"))[:, None]).to(tl.int64), 1)
 
 
 @triton.jit
@@ -151,24 +172,23 @@ def _quantize_q(
             y1 = _rotated(_load(x, start, live, x_channel, D0, D1, W1), m1, N1, ROTATE, ROWS, W1)
             bits = tl.maximum(bits, _largest_bits(y1))
         largest = bits.to(tl.float32, bitcast=True)
-        scale = tl.maximum(tl.div_rn(largest, INT8_MAX if INT8 else E4M3_MAX), SMALLEST_NORMAL)
+        scale = tl.maximum(_over(largest, INT8_MAX if INT8 else E4M3_MAX), SMALLEST_NORMAL)
         scale = tl.where(bits == 0, 1.0, tl.where(bits < INF_BITS, scale, float("nan")))
-        reciprocal = tl.div_rn(1.0, scale)
         tl.store(scales + token * scale_token + head * scale_head, scale, mask=live)
         start = token * out_token + head * out_head
-        codes = _codes(y0, scale[:, None], reciprocal[:, None], INT8, NATIVE)
+        codes = _codes(y0, scale, INT8, NATIVE)
         _store(out, start, live, out_channel, codes, 0, D0, W0)
         if D1:
-            codes = _codes(y1, scale[:, None], reciprocal[:, None], INT8, NATIVE)
+            codes = _codes(y1, scale, INT8, NATIVE)
             _store(out, start, live, out_channel, codes, D0, D1, W1)
 
 
 @triton.jit
 def _write(
-    x, cache, slots, scales, scale_stride, saturated, matrix0, matrix1, count, block_size, x_token, x_head, x_channel,
+    x, cache, slots, scales, scale_stride, saturated, matrix0, matrix1, count, x_token, x_head, x_channel,
     cache_block, cache_slot, cache_head, cache_channel, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr,
     N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
-    NATIVE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     largest: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
     clipped: tl.constexpr = INT8_CLIPPED if INT8 else E4M3_CLIPPED
@@ -179,22 +199,21 @@ def _write(
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         token, head, live = _tile_rows(tile, count, HEADS, ROWS)
         slot = tl.load(slots + token, mask=live, other=-1).to(tl.int64)
-        live = live & (slot >= 0)
         scale = tl.load(scales + head * scale_stride, mask=live, other=1.0)
-        reciprocal = tl.div_rn(1.0, scale)
         start = token * x_token + head * x_head
-        target = (slot // block_size) * cache_block + (slot % block_size) * cache_slot + head * cache_head
+        target = (slot // BLOCK) * cache_block + (slot % BLOCK) * cache_slot + head * cache_head
+        written = slot >= 0
         y = _rotated(_load(x, start, live, x_channel, 0, D0, W0), m0, N0, ROTATE, ROWS, W0)
         if COUNT:
-            beyond += tl.sum((tl.abs(y) > (scale * clipped)[:, None]).to(tl.int64), 1)
-        codes = _codes(_clamped(y, scale[:, None], largest), scale[:, None], reciprocal[:, None], INT8, NATIVE)
-        _store(cache, target, live, cache_channel, codes, 0, D0, W0)
+            beyond += _beyond(y, scale * clipped, written)
+        codes = _codes(_clamped(y, scale, largest), scale, INT8, NATIVE)
+        _store(cache, target, written, cache_channel, codes, 0, D0, W0)
         if D1:
             y = _rotated(_load(x, start, live, x_channel, D0, D1, W1), m1, N1, ROTATE, ROWS, W1)
             if COUNT:
-                beyond += tl.sum((tl.abs(y) > (scale * clipped)[:, None]).to(tl.int64), 1)
-            codes = _codes(_clamped(y, scale[:, None], largest), scale[:, None], reciprocal[:, None], INT8, NATIVE)
-            _store(cache, target, live, cache_channel, codes, D0, D1, W1)
+                beyond += _beyond(y, scale * clipped, written)
+            codes = _codes(_clamped(y, scale, largest), scale, INT8, NATIVE)
+            _store(cache, target, written, cache_channel, codes, D0, D1, W1)
     if COUNT:
         tl.atomic_add(saturated, tl.sum(beyond, 0))
 
@@ -202,12 +221,12 @@ def _write(
 @triton.jit(do_not_specialize=["q_tokens", "kv_tokens"])
 def rotate_quantize(
     q, q_out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated, matrix0, matrix1, q_tokens,
-    kv_tokens, block_size, q_token, q_head, q_channel, out_token, out_head, out_channel, qs_token, qs_head, k_token,
+    kv_tokens, q_token, q_head, q_channel, out_token, out_head, out_channel, qs_token, qs_head, k_token,
     k_head, k_channel, v_token, v_head, v_channel, kc_block, kc_slot, kc_head, kc_channel, vc_block, vc_slot, vc_head,
     vc_channel, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D0: tl.constexpr,
     W0: tl.constexpr, N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, DV: tl.constexpr,
     WV: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Q [q_tokens, Q_HEADS, D] to codes and scales, K and V [kv_tokens, KV_HEADS, …] to the cache; no heads: left out.
 
@@ -220,12 +239,12 @@ def rotate_quantize(
         )  # fmt: skip
     if KV_HEADS:
         _write(
-            k, k_cache, slots, k_scale, k_scale_stride, saturated, matrix0, matrix1, kv_tokens * KV_HEADS, block_size,
+            k, k_cache, slots, k_scale, k_scale_stride, saturated, matrix0, matrix1, kv_tokens * KV_HEADS,
             k_token, k_head, k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1,
-            ROTATE, INT8, NATIVE, COUNT, ROWS, STAGES,
+            ROTATE, INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
         _write(
             v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, matrix0, matrix1, kv_tokens * KV_HEADS,
-            block_size, v_token, v_head, v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1,
-            1.0, "none", False, NATIVE, COUNT, ROWS, STAGES,
+            v_token, v_head, v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1,
+            1.0, "none", False, NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
