@@ -28,15 +28,15 @@ width = lambda n: 1 << (n - 1).bit_length()
 constants = dict(
     Q_HEADS=32, KV_HEADS=8, D0=dim, W0=width(dim), N0=dim**-0.5, D1=second, W1=width(second or 1),
     N1=(second or 1)**-0.5, DV=128, WV=128, ROTATE=chosen["rotate"], INT8=chosen["int8"], NATIVE=target != "gfx942",
-    COUNT=chosen["count"], BLOCK=16, ROWS=64, STAGES=3,
+    COUNT=chosen["count"], BLOCK=16, ROWS=64, STAGES=1,
 )
 constants |= {name: 1 for name in kernel.arg_names if name.endswith("_channel")}
 types = {
-    "q": dtype, "k": dtype, "v": dtype, "matrix0": dtype if chosen["rotate"] == "dot" else "fp32",
+    "q": dtype, "k": dtype, "v": dtype, "table0": "fp32" if chosen["rotate"] == "butterfly" else dtype,
     "q_out": "u8", "k_cache": "u8", "v_cache": "u8", "q_scale": "fp32", "k_scale": "fp32", "v_scale": "fp32",
     "slots": "i64", "saturated": "i64",
 }
-types["matrix1"] = types["matrix0"]
+types["table1"] = types["table0"]
 signature, attributes = {}, {}
 for index, name in enumerate(kernel.arg_names):
     signature[name] = "constexpr" if name in constants else "*" + types[name] if name in types else "i32"
@@ -54,7 +54,7 @@ CASES = {
     "hadamard": dict(dim=128, second=0, rotate="dot", int8=False, count=False),
     "int8 mla counted": dict(dim=128, second=64, rotate="dot", int8=True, count=True),
     "butterfly": dict(dim=64, second=0, rotate="butterfly", int8=False, count=False),
-    "96 wide": dict(dim=96, second=0, rotate="dot", int8=False, count=False),
+    "96 wide": dict(dim=96, second=0, rotate="full", int8=False, count=False),
 }
 # What the product of a rotation and the conversion of two floats to codes become; no conversion to OCP e4m3 on gfx942.
 MATRIX = {"gfx950": "v_mfma_f32_", "gfx942": "v_mfma_f32_", "sm_90": "wgmma.mma_async"}
@@ -79,7 +79,7 @@ def compiled(target: str, dtype: str, case: str) -> str:
 @pytest.mark.parametrize("target", ["gfx950", "gfx942", "sm_90"])
 def test_compiles(target, case):
     text = compiled(target, "fp16" if case == "butterfly" else "bf16", case)
-    assert (MATRIX[target] in text) == (CASES[case]["rotate"] == "dot")
+    assert (MATRIX[target] in text) == (CASES[case]["rotate"] != "butterfly")
     conversion = CONVERSION[target]
     if conversion is None:
         assert not re.search("pk_fp8_f32", text)

@@ -37,13 +37,14 @@ class Tile:
     """How the work is cut.
 
     rows: heads of tokens that a program handles at a time; warps: of a program; stages: tiles in flight; programs: the
-    most that share a multiprocessor; registers: the most of a thread on CUDA, None for the compiler's choice.
+    most that share a multiprocessor, None for as many as tiles; registers: the most of a thread on CUDA, None for the
+    compiler's choice.
     """
 
     rows: int = 64
     warps: int = 4
-    stages: int = 3
-    programs: int = 3
+    stages: int = 1
+    programs: int | None = None
     registers: int | None = None
 
 
@@ -173,14 +174,14 @@ def _launch(
         _check_scale("v_scale", v_scale, k)
         _check_saturated(saturated, device)
         kv_tokens = slots.shape[0]
-    rows = max(q_tokens * q_heads, kv_tokens * kv_heads)
-    if rows == 0:
+    tile = tile or Tile()
+    tiles = -(-q_tokens * q_heads // tile.rows) + 2 * -(-kv_tokens * kv_heads // tile.rows)
+    if tiles == 0:
         return
     tables = _tables(dim, turn, rotation, x.dtype, device)
-    tile = tile or Tile()
     nothing = tables[0]  # stands for pointers that the kernel doesn't touch
     stats = _device(device)
-    grid = min(-(-rows // tile.rows), stats.processors * tile.programs)
+    grid = tiles if tile.programs is None else min(tiles, stats.processors * tile.programs)
     widths = [hadamard.padded(order) for order in blocks] + [1]
     norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
     arguments = (
@@ -216,7 +217,7 @@ def _launch(
 
 
 def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
-    """(orders of the diagonal blocks, "dot", "butterfly" or "none")."""
+    """(orders of the diagonal blocks, the kernel's ROTATE)."""
     dim = x.shape[2]
     if rotation not in (None, *hadamard.ROTATIONS):
         raise ArgumentError(f"rotation={rotation!r} is not accepted; choose one of {', '.join(hadamard.ROTATIONS)}")
@@ -229,21 +230,29 @@ def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tupl
         raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
     if method == "butterfly" and dim == 96:
         raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
-    if method is None:
-        method = "butterfly" if x.dtype == torch.float32 and dim != 96 else "dot"
-    return hadamard.BLOCKS[dim], method
+    if dim == 96:
+        return hadamard.BLOCKS[dim], "full"
+    method = method or ("butterfly" if x.dtype == torch.float32 else "dot")
+    return hadamard.BLOCKS[dim], "signed dot" if (method, rotation) == ("dot", "signed") else method
 
 
 @lru_cache(maxsize=64)
 def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What the kernel reads for each diagonal block: the matrix for "dot", signs for "butterfly"."""
-    if turn == "dot":
-        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
-        return hadamard.matrices(dim, rotation, torch.float32 if device.type == "cpu" else dtype, device)
+    """What the kernel reads for each diagonal block.
+
+    Signs for "butterfly", Sylvester's matrix of order 16 and then signs for "dot", the padded matrix for "full".
+    """
     if turn == "none":
         return (torch.zeros(1, device=device),)
+    # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+    exact = torch.float32 if device.type == "cpu" else dtype
+    if turn == "full":
+        return hadamard.matrices(dim, rotation, exact, device)
     signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
-    return tuple(part.contiguous().to(device) for part in signs.split(hadamard.BLOCKS[dim]))
+    parts = [part.contiguous() for part in signs.split(hadamard.BLOCKS[dim])]
+    if turn == "butterfly":
+        return tuple(part.to(device) for part in parts)
+    return tuple(torch.cat((hadamard.sylvester(16).flatten(), part)).to(device, exact) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """The kernel of `rotate_quantize`: rows of Q, K and V are rotated, quantised and stored, all in one launch.
 
-A row is one head of one token. A program takes tiles of ROWS rows in turn; the rotation's matrix stays on chip.
+A row is one head of one token. Programs take tiles of ROWS rows in turn, through Q, then K, then V.
 
-The rotation is a product with a matrix of ±1 on the tensor cores ("dot": exact products, fp32 sums in the unit's
-order) or butterflies of fp32 additions in the reference's order ("butterfly"); 1/sqrt(order) follows in fp32.
+How a rotation of order 64 or 128 is computed (ROTATE):
+"dot", "signed dot": runs of 16 channels times a matrix of ±1 on the matrix unit, then fp32 butterflies across the
+    runs, which lie in registers of one thread; the matrix is small enough to be loaded anew for each tile.
+"butterfly": fp32 butterflies alone, in the order of the reference.
+"full": the whole row times the padded matrix, for order 96, which is no power of two.
+1/sqrt(order) follows in fp32.
 """
 
 from __future__ import annotations
@@ -64,17 +68,45 @@ def _butterfly(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x, matrix, NORM: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Minus the rotated rows, which saves `_codes` a negation; fp32 [ROWS, WIDTH].
+def _across_runs(x, RUNS: tl.constexpr, ROWS: tl.constexpr):
+    """The last stages of a rotation: butterflies across runs. [RUNS · ROWS, 16] to [ROWS, RUNS · 16], fp32."""
+    x = tl.reshape(x, (2, RUNS // 2 * ROWS, 16))
+    a, b = tl.split(tl.permute(x, (1, 2, 0)))
+    x = tl.reshape(tl.join(a + b, a - b), (2, RUNS // 4 * ROWS, 16, 2))
+    a, b = tl.split(tl.permute(x, (1, 2, 3, 0)))
+    x = tl.join(a + b, a - b)
+    if RUNS == 4:
+        return tl.reshape(tl.permute(x, (0, 2, 3, 1)), (ROWS, RUNS * 16))
+    else:
+        x = tl.reshape(x, (2, ROWS, 16, 2, 2))
+        a, b = tl.split(tl.permute(x, (1, 2, 3, 4, 0)))
+        return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 3, 4, 1)), (ROWS, RUNS * 16))
 
-    matrix: [WIDTH, WIDTH] for "dot", the signs [1, WIDTH] for "butterfly".
-    """
-    if ROTATE == "dot":
+
+@triton.jit
+def _rotated(
+    base, start, live, stride, table, FIRST: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Minus the rotated channels FIRST … FIRST + ORDER of some rows, which saves `_codes` a negation; [ROWS, WIDTH]."""
+    x = _load(base, start, live, stride, FIRST, ORDER, WIDTH)
+    channel = tl.arange(0, WIDTH)
+    if ROTATE == "dot" or ROTATE == "signed dot":
+        run = tl.arange(0, 16)
+        matrix = tl.load(table + run[:, None] * 16 + run[None, :])
+        if ROTATE == "signed dot":
+            x = x.to(tl.float32) * tl.load(table + 256 + channel)[None, :].to(tl.float32)
+        # Runs before rows: the matrix unit's result then has a row's runs in registers of one thread.
+        x = tl.permute(tl.reshape(x.to(matrix.dtype), (ROWS, WIDTH // 16, 16)), (1, 0, 2))
+        x = tl.dot(tl.reshape(x, (WIDTH // 16 * ROWS, 16)), matrix, input_precision="ieee")
+        return _across_runs(x, WIDTH // 16, ROWS) * -NORM
+    elif ROTATE == "full":
+        matrix = tl.load(table + channel[:, None] * WIDTH + channel[None, :])
         return tl.dot(x.to(matrix.dtype), matrix, input_precision="ieee") * -NORM
     else:
         y = x.to(tl.float32)
         if ROTATE == "butterfly":
-            y = y * matrix
+            y = y * tl.load(table + channel)[None, :]
             if WIDTH >= 128:
                 y = _butterfly(y, ROWS, WIDTH, 64)
             y = _butterfly(y, ROWS, WIDTH, 32)
@@ -87,14 +119,10 @@ def _rotated(x, matrix, NORM: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _matrix(pointer, ROTATE: tl.constexpr, WIDTH: tl.constexpr):
-    channel = tl.arange(0, WIDTH)
-    if ROTATE == "dot":
-        return tl.load(pointer + channel[:, None] * WIDTH + channel[None, :])
-    elif ROTATE == "butterfly":
-        return tl.load(pointer + channel)[None, :]
-    else:
-        return 0.0
+def _first_tile(before):
+    """This program's first tile of a part, when `before` tiles of other parts were dealt to the programs in turn."""
+    programs = tl.num_programs(0)
+    return (tl.program_id(0) + programs - before % programs) % programs
 
 
 @triton.jit
@@ -155,61 +183,53 @@ def _beyond(y, bound, written):
 
 @triton.jit
 def _quantize_q(
-    x, out, scales, matrix0, matrix1, count, x_token, x_head, x_channel, out_token, out_head, out_channel,
+    x, out, scales, table0, table1, count, x_token, x_head, x_channel, out_token, out_head, out_channel,
     scale_token, scale_head, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr, N0: tl.constexpr,
     D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    m0 = _matrix(matrix0, ROTATE, W0)
-    if D1:
-        m1 = _matrix(matrix1, ROTATE, W1)
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         token, head, live = _tile_rows(tile, count, HEADS, ROWS)
         start = token * x_token + head * x_head
-        y0 = _rotated(_load(x, start, live, x_channel, 0, D0, W0), m0, N0, ROTATE, ROWS, W0)
+        y0 = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, ROWS)
         bits = _largest_bits(y0)
         if D1:
-            y1 = _rotated(_load(x, start, live, x_channel, D0, D1, W1), m1, N1, ROTATE, ROWS, W1)
+            y1 = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, ROWS)
             bits = tl.maximum(bits, _largest_bits(y1))
         largest = bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(_over(largest, INT8_MAX if INT8 else E4M3_MAX), SMALLEST_NORMAL)
         scale = tl.where(bits == 0, 1.0, tl.where(bits < INF_BITS, scale, float("nan")))
         tl.store(scales + token * scale_token + head * scale_head, scale, mask=live)
         start = token * out_token + head * out_head
-        codes = _codes(y0, scale, INT8, NATIVE)
-        _store(out, start, live, out_channel, codes, 0, D0, W0)
+        _store(out, start, live, out_channel, _codes(y0, scale, INT8, NATIVE), 0, D0, W0)
         if D1:
-            codes = _codes(y1, scale, INT8, NATIVE)
-            _store(out, start, live, out_channel, codes, D0, D1, W1)
+            _store(out, start, live, out_channel, _codes(y1, scale, INT8, NATIVE), D0, D1, W1)
 
 
 @triton.jit
 def _write(
-    x, cache, slots, scales, scale_stride, saturated, matrix0, matrix1, count, x_token, x_head, x_channel,
+    x, cache, slots, scales, scale_stride, saturated, table0, table1, before, count, x_token, x_head, x_channel,
     cache_block, cache_slot, cache_head, cache_channel, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr,
     N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     largest: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
     clipped: tl.constexpr = INT8_CLIPPED if INT8 else E4M3_CLIPPED
-    m0 = _matrix(matrix0, ROTATE, W0)
-    if D1:
-        m1 = _matrix(matrix1, ROTATE, W1)
     beyond = tl.full((ROWS,), 0, tl.int64)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         token, head, live = _tile_rows(tile, count, HEADS, ROWS)
         slot = tl.load(slots + token, mask=live, other=-1).to(tl.int64)
         scale = tl.load(scales + head * scale_stride, mask=live, other=1.0)
         start = token * x_token + head * x_head
         target = (slot // BLOCK) * cache_block + (slot % BLOCK) * cache_slot + head * cache_head
         written = slot >= 0
-        y = _rotated(_load(x, start, live, x_channel, 0, D0, W0), m0, N0, ROTATE, ROWS, W0)
+        y = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, ROWS)
         if COUNT:
             beyond += _beyond(y, scale * clipped, written)
         codes = _codes(_clamped(y, scale, largest), scale, INT8, NATIVE)
         _store(cache, target, written, cache_channel, codes, 0, D0, W0)
         if D1:
-            y = _rotated(_load(x, start, live, x_channel, D0, D1, W1), m1, N1, ROTATE, ROWS, W1)
+            y = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, ROWS)
             if COUNT:
                 beyond += _beyond(y, scale * clipped, written)
             codes = _codes(_clamped(y, scale, largest), scale, INT8, NATIVE)
@@ -220,7 +240,7 @@ def _write(
 
 @triton.jit(do_not_specialize=["q_tokens", "kv_tokens"])
 def rotate_quantize(
-    q, q_out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated, matrix0, matrix1, q_tokens,
+    q, q_out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated, table0, table1, q_tokens,
     kv_tokens, q_token, q_head, q_channel, out_token, out_head, out_channel, qs_token, qs_head, k_token,
     k_head, k_channel, v_token, v_head, v_channel, kc_block, kc_slot, kc_head, kc_channel, vc_block, vc_slot, vc_head,
     vc_channel, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D0: tl.constexpr,
@@ -232,19 +252,23 @@ def rotate_quantize(
 
     D = D0 + D1 are the blocks of the rotation, W0 and W1 their widths as powers of two, N0 and N1 their factors.
     """
+    before = 0
     if Q_HEADS:
         _quantize_q(
-            q, q_out, q_scale, matrix0, matrix1, q_tokens * Q_HEADS, q_token, q_head, q_channel, out_token, out_head,
+            q, q_out, q_scale, table0, table1, q_tokens * Q_HEADS, q_token, q_head, q_channel, out_token, out_head,
             out_channel, qs_token, qs_head, Q_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, INT8, NATIVE, ROWS, STAGES,
         )  # fmt: skip
+        before = tl.cdiv(q_tokens * Q_HEADS, ROWS)
     if KV_HEADS:
+        count = kv_tokens * KV_HEADS
         _write(
-            k, k_cache, slots, k_scale, k_scale_stride, saturated, matrix0, matrix1, kv_tokens * KV_HEADS,
-            k_token, k_head, k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1,
-            ROTATE, INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES,
+            k, k_cache, slots, k_scale, k_scale_stride, saturated, table0, table1, before, count, k_token, k_head,
+            k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, INT8, NATIVE,
+            COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
+        before += tl.cdiv(count, ROWS)
         _write(
-            v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, matrix0, matrix1, kv_tokens * KV_HEADS,
-            v_token, v_head, v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1,
-            1.0, "none", False, NATIVE, COUNT, BLOCK, ROWS, STAGES,
+            v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, table0, table1, before, count, v_token, v_head,
+            v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False, NATIVE,
+            COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
