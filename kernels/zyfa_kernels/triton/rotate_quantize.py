@@ -25,6 +25,7 @@ FORMATS = ("fp8_e4m3", "int8")
 METHODS = ("dot", "butterfly")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
+QUICK = True
 _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
@@ -205,6 +206,7 @@ def _launch(
             DV=v_dim,
             WV=hadamard.padded(v_dim),
             ROTATE=turn,
+            QUICK=QUICK and turn in ("dot", "signed dot"),
             INT8=qk_format == "int8",
             NATIVE=stats.native_e4m3,
             COUNT=saturated is not None and kv_tokens > 0,

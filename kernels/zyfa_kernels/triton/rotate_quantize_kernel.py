@@ -86,7 +86,7 @@ def _across_runs(x, RUNS: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _rotated(
     base, start, live, stride, table, FIRST: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, QUICK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Minus the rotated channels FIRST … FIRST + ORDER of some rows, which saves `_codes` a negation; [ROWS, WIDTH]."""
     x = _load(base, start, live, stride, FIRST, ORDER, WIDTH)
@@ -99,7 +99,8 @@ def _rotated(
         # Runs before rows: the matrix unit's result then has a row's runs in registers of one thread.
         x = tl.permute(tl.reshape(x.to(matrix.dtype), (ROWS, WIDTH // 16, 16)), (1, 0, 2))
         x = tl.dot(tl.reshape(x, (WIDTH // 16 * ROWS, 16)), matrix, input_precision="ieee")
-        return _across_runs(x, WIDTH // 16, ROWS) * -NORM
+        y = _across_runs(x, WIDTH // 16, ROWS)
+        return y if QUICK else y * -NORM
     elif ROTATE == "full":
         matrix = tl.load(table + channel[:, None] * WIDTH + channel[None, :])
         return tl.dot(x.to(matrix.dtype), matrix, input_precision="ieee") * -NORM
@@ -126,9 +127,12 @@ def _first_tile(before):
 
 
 @triton.jit
-def _largest_bits(y):
+def _largest_bits(y, NORM: tl.constexpr, QUICK: tl.constexpr):
     """Bits of the largest magnitude of each row; a NaN's are larger than all others."""
-    return tl.max(y.to(tl.int32, bitcast=True) & ABS_BITS, 1)
+    bits = tl.max(y.to(tl.int32, bitcast=True) & ABS_BITS, 1)
+    if QUICK:
+        bits = (bits.to(tl.float32, bitcast=True) * NORM).to(tl.int32, bitcast=True)
+    return bits
 
 
 @triton.jit
@@ -151,15 +155,18 @@ def _e4m3_bits(y):
 
 
 @triton.jit
-def _codes(minus_y, scale, INT8: tl.constexpr, NATIVE: tl.constexpr):
+def _codes(minus_y, scale, NORM: tl.constexpr, QUICK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):
     """Codes (uint8) of y / scale, where |y| / scale is at most the format's largest value up to rounding.
 
     The quotient is the correctly rounded one: a product with the rounded reciprocal, then Markstein's correction by
     the exact remainder, three instructions instead of a division for each element. -0 keeps its sign.
     """
-    minus_reciprocal = tl.div_rn(-1.0, scale)[:, None]
-    quotient = minus_y * minus_reciprocal
-    quotient = tl.fma(tl.fma(quotient, scale[:, None], minus_y), minus_reciprocal, quotient)
+    if QUICK:
+        quotient = minus_y * tl.div_rn(NORM, scale)[:, None]
+    else:
+        minus_reciprocal = tl.div_rn(-1.0, scale)[:, None]
+        quotient = minus_y * minus_reciprocal
+        quotient = tl.fma(tl.fma(quotient, scale[:, None], minus_y), minus_reciprocal, quotient)
     if INT8:
         code = (quotient + ROUND_TO_INT).to(tl.int32, bitcast=True)
         return tl.where(quotient == quotient, code, INT8_NAN).to(tl.uint8)
@@ -185,33 +192,34 @@ def _beyond(y, bound, written):
 def _quantize_q(
     x, out, scales, table0, table1, count, x_token, x_head, x_channel, out_token, out_head, out_channel,
     scale_token, scale_head, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr, N0: tl.constexpr,
-    D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
+    D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, QUICK: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         token, head, live = _tile_rows(tile, count, HEADS, ROWS)
         start = token * x_token + head * x_head
-        y0 = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, ROWS)
-        bits = _largest_bits(y0)
+        y0 = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, QUICK, ROWS)
+        bits = _largest_bits(y0, N0, QUICK)
         if D1:
-            y1 = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, ROWS)
-            bits = tl.maximum(bits, _largest_bits(y1))
+            y1 = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, QUICK, ROWS)
+            bits = tl.maximum(bits, _largest_bits(y1, N1, QUICK))
         largest = bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(_over(largest, INT8_MAX if INT8 else E4M3_MAX), SMALLEST_NORMAL)
         scale = tl.where(bits == 0, 1.0, tl.where(bits < INF_BITS, scale, float("nan")))
         tl.store(scales + token * scale_token + head * scale_head, scale, mask=live)
         start = token * out_token + head * out_head
-        _store(out, start, live, out_channel, _codes(y0, scale, INT8, NATIVE), 0, D0, W0)
+        _store(out, start, live, out_channel, _codes(y0, scale, N0, QUICK, INT8, NATIVE), 0, D0, W0)
         if D1:
-            _store(out, start, live, out_channel, _codes(y1, scale, INT8, NATIVE), D0, D1, W1)
+            _store(out, start, live, out_channel, _codes(y1, scale, N1, QUICK, INT8, NATIVE), D0, D1, W1)
 
 
 @triton.jit
 def _write(
     x, cache, slots, scales, scale_stride, saturated, table0, table1, before, count, x_token, x_head, x_channel,
     cache_block, cache_slot, cache_head, cache_channel, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr,
-    N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
-    NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr,
+    QUICK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     largest: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
     clipped: tl.constexpr = INT8_CLIPPED if INT8 else E4M3_CLIPPED
@@ -223,16 +231,16 @@ def _write(
         start = token * x_token + head * x_head
         target = (slot // BLOCK) * cache_block + (slot % BLOCK) * cache_slot + head * cache_head
         written = slot >= 0
-        y = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, ROWS)
+        y = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, QUICK, ROWS)
         if COUNT:
-            beyond += _beyond(y, scale * clipped, written)
-        codes = _codes(_clamped(y, scale, largest), scale, INT8, NATIVE)
+            beyond += _beyond(y, scale * (clipped / N0 if QUICK else clipped), written)
+        codes = _codes(_clamped(y, scale, largest / N0 if QUICK else largest), scale, N0, QUICK, INT8, NATIVE)
         _store(cache, target, written, cache_channel, codes, 0, D0, W0)
         if D1:
-            y = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, ROWS)
+            y = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, QUICK, ROWS)
             if COUNT:
-                beyond += _beyond(y, scale * clipped, written)
-            codes = _codes(_clamped(y, scale, largest), scale, INT8, NATIVE)
+                beyond += _beyond(y, scale * (clipped / N1 if QUICK else clipped), written)
+            codes = _codes(_clamped(y, scale, largest / N1 if QUICK else largest), scale, N1, QUICK, INT8, NATIVE)
             _store(cache, target, written, cache_channel, codes, D0, D1, W1)
     if COUNT:
         tl.atomic_add(saturated, tl.sum(beyond, 0))
@@ -245,8 +253,8 @@ def rotate_quantize(
     k_head, k_channel, v_token, v_head, v_channel, kc_block, kc_slot, kc_head, kc_channel, vc_block, vc_slot, vc_head,
     vc_channel, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D0: tl.constexpr,
     W0: tl.constexpr, N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, DV: tl.constexpr,
-    WV: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    WV: tl.constexpr, ROTATE: tl.constexpr, QUICK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Q [q_tokens, Q_HEADS, D] to codes and scales, K and V [kv_tokens, KV_HEADS, …] to the cache; no heads: left out.
 
@@ -256,19 +264,19 @@ def rotate_quantize(
     if Q_HEADS:
         _quantize_q(
             q, q_out, q_scale, table0, table1, q_tokens * Q_HEADS, q_token, q_head, q_channel, out_token, out_head,
-            out_channel, qs_token, qs_head, Q_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, INT8, NATIVE, ROWS, STAGES,
+            out_channel, qs_token, qs_head, Q_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, QUICK, INT8, NATIVE, ROWS, STAGES,
         )  # fmt: skip
         before = tl.cdiv(q_tokens * Q_HEADS, ROWS)
     if KV_HEADS:
         count = kv_tokens * KV_HEADS
         _write(
             k, k_cache, slots, k_scale, k_scale_stride, saturated, table0, table1, before, count, k_token, k_head,
-            k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, INT8, NATIVE,
-            COUNT, BLOCK, ROWS, STAGES,
+            k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, QUICK,
+            INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
         before += tl.cdiv(count, ROWS)
         _write(
             v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, table0, table1, before, count, v_token, v_head,
-            v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False, NATIVE,
-            COUNT, BLOCK, ROWS, STAGES,
+            v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False, False,
+            NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
