@@ -161,7 +161,7 @@ class ZyfaGpuMetadataBuilder(TritonAttentionMetadataBuilder):
 
 
 class ZyfaGpuImpl(TritonAttentionImpl):
-    """One layer. `self.scale` is that of the engine's decode, with the norm that the rotation of its query leaves out."""
+    """One layer. `self.scale` is the engine's decode's: with the norm that the rotation of its query leaves out."""
 
     def __init__(
         self,

@@ -1,0 +1,356 @@
+"""Rotation and quantisation of Q, and of K and V into a paged cache, each in one pass and one launch.
+
+The numbers are those of `zyfa_backend.quantization` (e4m3fn or int8 codes; see there for NaN and infinities): without
+a rotation bit for bit; with method "butterfly" bit for bit as well; with "dot" the fp32 sums of a rotation come in the
+matrix unit's order, so that a value within its rounding of a tie (2^-20 of the row's norm) may take the neighbouring
+code, and a scale of Q differ in its last bits. The bits of a row depend on that row alone. Of a NaN code of e4m3 the
+sign is not defined. K and V scales lie in [2^-126, 2^125]; they are not checked, which would wait for the GPU.
+
+Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units read e4m3fnuz.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from . import hadamard
+from .rotate_quantize_kernel import rotate_quantize
+
+FORMATS = ("fp8_e4m3", "int8")
+METHODS = ("dot", "butterfly")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_DIM = 256
+QUICK = True
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+
+class ArgumentError(ValueError):
+    """An argument is not accepted; the message names it, its value and what would be."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut.
+
+    rows: heads of tokens that a program handles at a time; warps: of a program; stages: tiles in flight; programs: the
+    most that share a multiprocessor, None for as many as tiles; registers: the most of a thread on CUDA, None for the
+    compiler's choice.
+    """
+
+    rows: int = 64
+    warps: int = 4
+    stages: int = 1
+    programs: int | None = None
+    registers: int | None = None
+
+
+def rotate_quantize_q(
+    q: torch.Tensor,
+    *,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    out: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates Q and quantises it with a dynamic scale per token and head.
+
+    q: [T, Hq, D] bf16, fp16 or fp32, after RoPE, any strides; D in 64, 96, 128, 192 (128 and 64 on the diagonal), or
+    any up to 256 without a rotation. rotation: "hadamard", "signed" or "none" (None means the same).
+    out: codes [T, Hq, D] to write, any strides, uint8 or float8_e4m3fn for "fp8_e4m3", int8 for "int8"; a new tensor
+    (uint8 or int8) without it. scale: fp32 [T, Hq] likewise. method, tile: None for what measures fastest.
+    Returns (codes, scale), q = codes · scale. Raises ArgumentError.
+    """
+    _check_input("q", q)
+    out, scale = _outputs(q, qk_format, out, scale)
+    _launch(q, out, scale, None, None, None, None, None, None, None, None, rotation, qk_format, method, tile)
+    return out, scale
+
+
+def rotate_quantize_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    saturated: torch.Tensor | None = None,
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """Rotates K, quantises K (to qk_format) and V (to e4m3) with static scales and writes both to a paged cache.
+
+    k: [T, Hkv, D], v: [T, Hkv, Dv], bf16, fp16 or fp32, any strides; D as in `rotate_quantize_q`, Dv up to 256.
+    k_cache, v_cache: [num_blocks, block_size, Hkv, D or Dv] of one byte an element (uint8, int8, float8_e4m3fn), any
+    strides. slot_mapping: int32 or int64, of at most T tokens, block · block_size + place; a negative slot is skipped.
+    Slots are not checked against the cache. k_scale, v_scale: fp32 [Hkv] or [1], on the GPU.
+    saturated: int64 [2], to which the numbers of values of K and V that were clipped are added; not counted without it.
+    Raises ArgumentError.
+    """
+    _check_input("k", k)
+    _check_input("v", v)
+    if v.shape[:2] != k.shape[:2] or v.dtype != k.dtype or v.device != k.device:
+        raise ArgumentError(
+            f"v is {list(v.shape)} {v.dtype} on {v.device}, k {list(k.shape)} {k.dtype} on {k.device}; "
+            f"expected the same tokens, heads, dtype and device"
+        )
+    _launch(
+        None, None, None, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format,
+        method, tile,
+    )  # fmt: skip
+
+
+def rotate_quantize_qkv(
+    qkv: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_head_dim: int | None = None,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    out: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    saturated: torch.Tensor | None = None,
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotate_quantize_q` and `rotate_quantize_write` in one launch, on the output of a fused QKV projection.
+
+    qkv: [T, Hq·D + Hkv·D + Hkv·Dv], Q before K before V, after RoPE; any stride between tokens. Dv is D unless given.
+    Everything else as in the two functions. Returns (codes [T, Hq, D], scale [T, Hq]). Raises ArgumentError.
+    """
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if value < 1:
+            raise ArgumentError(f"{name}={value} is not accepted; it is at least 1")
+    widths = [num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_dim]
+    if qkv.dim() != 2 or qkv.shape[1] != sum(widths):
+        raise ArgumentError(f"qkv is {list(qkv.shape)}; expected [T, {sum(widths)}], {' + '.join(map(str, widths))}")
+    dims = (head_dim, head_dim, v_dim)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(widths, 1), dims, strict=True))
+    for name, part in (("q", q), ("k", k), ("v", v)):
+        _check_input(name, part)
+    out, scale = _outputs(q, qk_format, out, scale)
+    _launch(
+        q, out, scale, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format, method,
+        tile,
+    )  # fmt: skip
+    return out, scale
+
+
+def _launch(
+    q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated, rotation, qk_format, method, tile
+) -> None:  # fmt: skip
+    """Checks what is left to check and launches; q or k may be None, with what belongs to them."""
+    x = k if q is None else q
+    dim, device = x.shape[2], x.device
+    blocks, turn = _rotation(x, rotation, method)
+    if qk_format not in FORMATS:
+        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    q_tokens = kv_tokens = q_heads = kv_heads = 0
+    v_dim = dim
+    if q is not None:
+        q_tokens, q_heads = q.shape[:2]
+    if k is not None:
+        kv_heads, v_dim = k.shape[1], v.shape[2]
+        k_cache, v_cache = _cache("k_cache", k_cache, k, k_cache), _cache("v_cache", v_cache, v, k_cache)
+        _check_slots(slots, k)
+        _check_scale("k_scale", k_scale, k)
+        _check_scale("v_scale", v_scale, k)
+        _check_saturated(saturated, device)
+        kv_tokens = slots.shape[0]
+    tile = tile or Tile()
+    tiles = -(-q_tokens * q_heads // tile.rows) + 2 * -(-kv_tokens * kv_heads // tile.rows)
+    if tiles == 0:
+        return
+    tables = _tables(dim, turn, rotation, x.dtype, device)
+    nothing = tables[0]  # stands for pointers that the kernel doesn't touch
+    stats = _device(device)
+    grid = tiles if tile.programs is None else min(tiles, stats.processors * tile.programs)
+    widths = [hadamard.padded(order) for order in blocks] + [1]
+    norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
+    arguments = (
+        *(nothing if t is None else t for t in (q, _bytes(out), q_scale, k, v, k_cache, v_cache)),
+        *(nothing if t is None else t for t in (slots, k_scale, v_scale, saturated)),
+        tables[0], tables[-1], q_tokens, kv_tokens,
+        *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
+        *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
+    )  # fmt: skip
+    with _on(device):
+        rotate_quantize[(grid,)](
+            *arguments,
+            Q_HEADS=q_heads if q_tokens else 0,
+            KV_HEADS=kv_heads if kv_tokens else 0,
+            D0=blocks[0],
+            W0=widths[0],
+            N0=norms[0],
+            D1=blocks[1] if len(blocks) > 1 else 0,
+            W1=widths[1],
+            N1=norms[1],
+            DV=v_dim,
+            WV=hadamard.padded(v_dim),
+            ROTATE=turn,
+            QUICK=QUICK and turn in ("dot", "signed dot"),
+            INT8=qk_format == "int8",
+            NATIVE=stats.native_e4m3,
+            COUNT=saturated is not None and kv_tokens > 0,
+            BLOCK=1 if k is None else k_cache.shape[1],
+            ROWS=tile.rows,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            **({} if tile.registers is None else {"maxnreg": tile.registers}),
+        )
+
+
+def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
+    """(orders of the diagonal blocks, the kernel's ROTATE)."""
+    dim = x.shape[2]
+    if rotation not in (None, *hadamard.ROTATIONS):
+        raise ArgumentError(f"rotation={rotation!r} is not accepted; choose one of {', '.join(hadamard.ROTATIONS)}")
+    if method not in (None, *METHODS):
+        raise ArgumentError(f"method={method!r} is not accepted; choose one of {', '.join(METHODS)}")
+    if rotation in (None, "none"):
+        return (dim,), "none"
+    if dim not in hadamard.BLOCKS:
+        accepted = ", ".join(map(str, hadamard.BLOCKS))
+        raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
+    if method == "butterfly" and dim == 96:
+        raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
+    if dim == 96:
+        return hadamard.BLOCKS[dim], "full"
+    method = method or ("butterfly" if x.dtype == torch.float32 else "dot")
+    return hadamard.BLOCKS[dim], "signed dot" if (method, rotation) == ("dot", "signed") else method
+
+
+@lru_cache(maxsize=64)
+def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What the kernel reads for each diagonal block.
+
+    Signs for "butterfly", Sylvester's matrix of order 16 and then signs for "dot", the padded matrix for "full".
+    """
+    if turn == "none":
+        return (torch.zeros(1, device=device),)
+    # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+    exact = torch.float32 if device.type == "cpu" else dtype
+    if turn == "full":
+        return hadamard.matrices(dim, rotation, exact, device)
+    signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
+    parts = [part.contiguous() for part in signs.split(hadamard.BLOCKS[dim])]
+    if turn == "butterfly":
+        return tuple(part.to(device) for part in parts)
+    return tuple(torch.cat((hadamard.sylvester(16).flatten(), part)).to(device, exact) for part in parts)
+
+
+@dataclass(frozen=True)
+class _Device:
+    processors: int
+    native_e4m3: bool
+
+
+@lru_cache(maxsize=16)
+def _device(device: torch.device) -> _Device:
+    if device.type == "cpu":  # Triton's interpreter
+        return _Device(1, False)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        architecture = properties.gcnArchName.split(":")[0]
+        return _Device(properties.multi_processor_count, architecture.startswith(("gfx95", "gfx12")))
+    return _Device(properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _strides(tensor: torch.Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()
+
+
+def _scale_stride(scale: torch.Tensor | None) -> tuple[int]:
+    return (0,) if scale is None or scale.numel() == 1 else (scale.stride(0),)
+
+
+def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
+def _outputs(
+    q: torch.Tensor, qk_format: str, out: torch.Tensor | None, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if qk_format not in FORMATS:
+        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    accepted = (torch.int8,) if qk_format == "int8" else (torch.uint8, torch.float8_e4m3fn)
+    if out is None:
+        out = torch.empty(q.shape, dtype=accepted[0], device=q.device)
+    if scale is None:
+        scale = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    _expect("out", out, q.shape, accepted, q.device)
+    _expect("scale", scale, q.shape[:2], (torch.float32,), q.device)
+    return out, scale
+
+
+def _expect(name: str, tensor: torch.Tensor, shape, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes or tensor.device != device:
+        wanted = " or ".join(map(str, dtypes))
+        raise ArgumentError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+            f"expected {list(shape)} {wanted} on {device}"
+        )
+
+
+def _check_input(name: str, x: torch.Tensor) -> None:
+    if x.dim() != 3 or x.dtype not in DTYPES or not 1 <= x.shape[2] <= LARGEST_DIM or x.shape[1] < 1:
+        raise ArgumentError(
+            f"{name} is {list(x.shape)} {x.dtype}; expected [T, H, D] with D up to {LARGEST_DIM} "
+            f"in bfloat16, float16 or float32"
+        )
+
+
+def _cache(name: str, cache: torch.Tensor, x: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
+    """The cache as bytes, once it fits x [T, H, D]."""
+    shape = (*k_cache.shape[:2], *x.shape[1:])
+    if k_cache.dim() != 4 or cache.shape != shape or cache.dtype not in _CODES or cache.device != x.device:
+        raise ArgumentError(
+            f"{name} is {list(cache.shape)} {cache.dtype} on {cache.device}; expected [num_blocks, block_size, "
+            f"{x.shape[1]}, {x.shape[2]}] in uint8, int8 or float8_e4m3fn on {x.device}, K and V with the same blocks"
+        )
+    return cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
+
+
+def _check_slots(slots: torch.Tensor, k: torch.Tensor) -> None:
+    accepted = (torch.int32, torch.int64)
+    if slots.dim() != 1 or slots.dtype not in accepted or slots.device != k.device or slots.shape[0] > k.shape[0]:
+        raise ArgumentError(
+            f"slot_mapping is {list(slots.shape)} {slots.dtype} on {slots.device}; expected at most [{k.shape[0]}] "
+            f"in int32 or int64 on {k.device}"
+        )
+
+
+def _check_scale(name: str, scale: torch.Tensor, k: torch.Tensor) -> None:
+    shape = (1,) if scale.numel() == 1 and scale.dim() <= 1 else (k.shape[1],)
+    if scale.dim() == 0:
+        shape = ()
+    _expect(name, scale, shape, (torch.float32,), k.device)
+
+
+def _check_saturated(saturated: torch.Tensor | None, device: torch.device) -> None:
+    if saturated is not None:
+        _expect("saturated", saturated, (2,), (torch.int64,), device)
+        if saturated.stride(0) != 1:
+            raise ArgumentError("saturated has a stride; expected two counters side by side")
