@@ -9,6 +9,7 @@ import torch
 import triton
 
 from zyfa_kernels.triton import prefill_checks as checks
+from zyfa_kernels.triton.launcher import launch_cached
 from zyfa_kernels.triton.prefill_checks import PrefillError
 from zyfa_kernels.triton.prefill_kernel import prefill_kernel
 from zyfa_kernels.triton.targets import Target, target_of
@@ -18,6 +19,8 @@ __all__ = ["PrefillError", "implementation", "prefill"]
 
 WORKSPACE_BYTES = 1 << 29  # of V key-major at a time; longer batches are taken in parts
 LOG2E = 1 / math.log(2)
+MOST_ACCEPTED = 4096
+_accepted: set[tuple[Any, ...]] = set()  # shapes, strides and dtypes of calls that passed the checks
 
 
 def prefill(
@@ -66,23 +69,30 @@ def prefill(
     Raises PrefillError.
     """
     paged = block_table is not None
-    checks.check_scalars(softmax_scale, window, p, qk_format, offset, delta)
-    checks.check_operands(q, k_cache, v_cache, qk_format, paged)
-    batch = checks.check_lengths(cu_seqlens_q, seqlens_k, cu_seqlens_k, block_table, q.device)
-    (tokens, hq, d), (hkv, dv) = q.shape, v_cache.shape[-2:]
-    checks.check_scales(q, q_scale, k_scale, v_scale, hkv)
+    (tokens, hq, d), dv = q.shape, v_cache.shape[-1]
     if lse is True:
         lse = torch.empty(hq, tokens, dtype=torch.float32, device=q.device)
-    lse = None if lse is False else lse
-    checks.check_outputs(q, dv, out, out_scale, lse)
+    elif lse is False:
+        lse = None
     if out is None:
         out = torch.empty(tokens, hq, dv, dtype=torch.bfloat16, device=q.device)
-    if paged:
-        checks.require(
-            max_seqlen_k <= block_table.shape[1] * k_cache.shape[1],
-            f"max_seqlen_k={max_seqlen_k} is more than the {block_table.shape[1] * k_cache.shape[1]} tokens of a "
-            "block_table row",
-        )
+    given = (q, q_scale, k_cache, v_cache, k_scale, v_scale, cu_seqlens_q, seqlens_k, cu_seqlens_k, block_table)
+    given += (out, out_scale, lse)
+    facts = (softmax_scale, window, p, qk_format, offset, delta, max_seqlen_k) + tuple(
+        x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given
+    )
+    aligned = (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
+    if facts not in _accepted or not aligned:
+        checks.check_scalars(softmax_scale, window, p, qk_format, offset, delta)
+        checks.check_operands(q, k_cache, v_cache, qk_format, paged)
+        checks.check_lengths(cu_seqlens_q, seqlens_k, cu_seqlens_k, block_table, q.device)
+        checks.check_scales(q, q_scale, k_scale, v_scale, k_cache.shape[-2])
+        checks.check_outputs(q, dv, out, out_scale, lse)
+        checks.check_room(max_seqlen_k, block_table, k_cache)
+        if len(_accepted) >= MOST_ACCEPTED:
+            _accepted.clear()
+        _accepted.add(facts)
+    batch = cu_seqlens_q.shape[0] - 1
     if tokens == 0 or batch == 0 or max_seqlen_q == 0:
         return out, lse
     target = target_of(q.device)
@@ -99,7 +109,7 @@ def prefill(
         block_table=block_table,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max(max_seqlen_k, 1),
-        softmax_scale=softmax_scale,
+        softmax_scale_log2=softmax_scale * LOG2E,
         causal=causal,
         window=window,
         lean=p == "lean",
@@ -138,7 +148,7 @@ class _Call:
             sequences = min(step, batch - first)
             self._transpose(vt, bad, first, sequences, tiles)
             if self.target.kernel == "hopper":
-                from zyfa_kernels.triton.prefill_hopper import launch
+                from zyfa_kernels.triton.hopper_launch import launch
 
                 launch(self, vt, bad, first, sequences, tiles)
             else:
@@ -159,28 +169,32 @@ class _Call:
 
     def _transpose(self, vt: torch.Tensor, bad: torch.Tensor, first: int, sequences: int, tiles: int) -> None:
         heads, dv = self.v.shape[-2:]
-        transpose_kernel[(tiles, heads, sequences)](
-            self.k.view(torch.int32),
-            self.v.view(torch.int32),
-            vt.view(torch.int32),
+        arguments = (
+            self.k,
+            self.v,
+            vt,
             bad,
-            self.block_table,
+            self.block_table if self.block_table is not None else self.lengths_k,
             self.cu_seqlens_q,
             self.lengths_k,
             first,
             self.table_stride,
+            self.window or 0,
+        )
+        constants = (
             *self.strides(self.k, 4),
             *self.strides(self.v, 4),
-            self.window or 0,
-            D=self.q.shape[2],
-            DV=dv,
-            BLOCK=self.block_size,
-            WINDOW=self.window is not None,
-            WGMMA_ORDER=self.target.kernel == "hopper",
-            CHECK_K=self.int8,
-            TILE=TILE,
-            num_warps=4,
+            self.q.shape[2],
+            dv,
+            self.block_size,
+            self.window is not None,
+            self.target.kernel == "hopper",
+            self.int8,
+            TILE,
         )
+        typed = {0: torch.int32, 1: torch.int32, 2: torch.int32}
+        key = (self.q.device.index,)
+        launch_cached(transpose_kernel, (tiles, heads, sequences), arguments, constants, typed, key, num_warps=4)
 
     def _attend(self, vt: torch.Tensor, bad: torch.Tensor, first: int, sequences: int, tiles: int) -> None:
         target, q, k = self.target, self.q, self.k
@@ -197,7 +211,7 @@ class _Call:
             bad,
             self.k_scale,
             self.v_scale,
-            self.out,
+            self.out.view(torch.uint8) if self.out_scale is not None else self.out,
             self.out_scale,
             self.lse,
             self.block_table,
@@ -218,7 +232,7 @@ class _Call:
             int(self.v_scale.numel() > 1),
             hq // k.shape[-2],
             tiles,
-            self.softmax_scale * LOG2E,
+            self.softmax_scale_log2,
             self.delta,
             self.window or 0,
             D1=128 if d == 192 else d,
@@ -230,6 +244,7 @@ class _Call:
             LEAN=self.lean,
             INT8=self.int8,
             HALF=target.half,
+            NATIVE=target.native,
             PTX=target.ptx,
             OFFSET=self.offset,
             LSE=self.lse is not None,

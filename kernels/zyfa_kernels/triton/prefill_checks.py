@@ -76,8 +76,7 @@ def check_operands(q: Any, k: Any, v: Any, qk_format: str, paged: bool) -> None:
         )
 
 
-def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_table: Any, device: Any) -> int:
-    """Number of sequences."""
+def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_table: Any, device: Any) -> None:
     if block_table is None:
         require(cu_seqlens_k is not None, "block_table is None: keys are packed, so cu_seqlens_k must be given")
     else:
@@ -105,7 +104,14 @@ def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_ta
             seqlens_k.shape[0] == batch and block_table.shape[0] == batch,
             f"seqlens_k has {seqlens_k.shape[0]} and block_table {block_table.shape[0]} rows for {batch} sequences",
         )
-    return batch
+
+
+def check_room(max_seqlen_k: int, block_table: Any, k_cache: Any) -> None:
+    if block_table is not None:
+        room = block_table.shape[1] * k_cache.shape[1]
+        require(
+            max_seqlen_k <= room, f"max_seqlen_k={max_seqlen_k} is more than the {room} tokens of a block_table row"
+        )
 
 
 def check_scales(q: Any, q_scale: Any, k_scale: Any, v_scale: Any, hkv: int) -> None:

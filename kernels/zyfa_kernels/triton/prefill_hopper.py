@@ -16,11 +16,6 @@ gets about the same work.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,15 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from zyfa_kernels.triton.prefill_checks import require
-from zyfa_kernels.triton.transpose import TILE
 
 LEAST_EXPONENT = gl.constexpr(-60.0)
 SMALLEST_SCALE = gl.constexpr(1e-30)
 LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = 1.4426950408889634
 ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -97,6 +88,17 @@ def _extent(
 
 
 @gluon.jit
+def _pages(table_row, tile, length, BLOCK: gl.constexpr, BOX: gl.constexpr):
+    """The page of each box of a tile of keys; page 0 past the end, whose scores are masked."""
+    pages = ()
+    if BLOCK:
+        for part in gl.static_range(128 // BOX):
+            key = tile * 128 + part * BOX
+            pages = pages + (gl.load(table_row + key // BLOCK, mask=key < length, other=0),)
+    return pages
+
+
+@gluon.jit
 def _producer(
     q1_desc,
     q2_desc,
@@ -110,27 +112,25 @@ def _producer(
     v_smem,
     q_full,
     q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    full,
+    empty,
     block_table,
     cu_seqlens_q,
     lengths_k,
     first_sequence,
     sequences,
     table_stride,
-    heads,
-    group,
+    heads: gl.constexpr,
+    group: gl.constexpr,
     m_blocks,
     section,
     tiles,
     window,
-    q_row_h,
-    q_col_h,
-    k_row_b,
-    k_row_h,
-    k_col_h,
+    q_row_h: gl.constexpr,
+    q_col_h: gl.constexpr,
+    k_row_b: gl.constexpr,
+    k_row_h: gl.constexpr,
+    k_col_h: gl.constexpr,
     D2: gl.constexpr,
     BLOCK: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -164,42 +164,34 @@ def _producer(
                     if D2:
                         tma_load(q2_desc, [row, head * q_col_h + D1], q_full.index(w), q2_smem.index(w))
                 q_phase ^= 1
-                pages = block_table + seq.to(gl.int64) * table_stride
-                for tile in range(begin, end):
-                    if not PAGED:
-                        mbarrier.wait(k_empty.index(stage), phase)
-                        mbarrier.expect(k_full.index(stage), 128 * (D1 + D2))
-                    for part in gl.static_range(128 // BOX):
-                        key = tile * 128 + part * BOX
-                        if PAGED:
-                            page = gl.load(pages + key // BLOCK, mask=key < length, other=0)
-                            row = page * k_row_b + key % BLOCK + kv_head * k_row_h
-                            if part == 0:
-                                mbarrier.wait(k_empty.index(stage), phase)
-                                mbarrier.expect(k_full.index(stage), 128 * (D1 + D2))
-                        else:
-                            row = first_key + key + kv_head * k_row_h
-                        tma_load(
-                            k1_desc,
-                            [row, kv_head * k_col_h],
-                            k_full.index(stage),
-                            k1_smem.index(stage).slice(part * BOX, BOX),
-                        )
-                        if D2:
-                            tma_load(
-                                k2_desc,
-                                [row, kv_head * k_col_h + D1],
-                                k_full.index(stage),
-                                k2_smem.index(stage).slice(part * BOX, BOX),
-                            )
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    mbarrier.expect(v_full.index(stage), 128 * DV)
-                    v_row = ((local * tiles + tile) * kv_heads + kv_head) * DV
-                    tma_load(vt_desc, [v_row, 0], v_full.index(stage), v_smem.index(stage))
-                    stage += 1
-                    if stage == STAGES:
-                        stage = gl.to_tensor(0)
-                        phase ^= 1
+                table_row = block_table
+                if PAGED:
+                    table_row += seq.to(gl.int64) * table_stride
+                pages = _pages(table_row, begin, length, BLOCK, BOX)
+                for tile in range(begin, end + 1):
+                    mbarrier.wait(empty.index(stage), phase)
+                    mbarrier.expect(full.index(stage), 128 * (D1 + D2), pred=tile == begin)
+                    mbarrier.expect(full.index(stage), 128 * (D1 + D2 + DV), pred=(tile > begin) & (tile < end))
+                    mbarrier.expect(full.index(stage), 128 * DV, pred=tile == end)
+                    if tile > begin:
+                        v_row = ((local * tiles + tile - 1) * kv_heads + kv_head) * DV
+                        tma_load(vt_desc, [v_row, 0], full.index(stage), v_smem.index(stage))
+                    if tile < end:
+                        for part in gl.static_range(128 // BOX):
+                            key = tile * 128 + part * BOX
+                            if PAGED:
+                                row = pages[part] * k_row_b + key % BLOCK + kv_head * k_row_h
+                            else:
+                                row = first_key + key + kv_head * k_row_h
+                            column = kv_head * k_col_h
+                            rows_smem = k1_smem.index(stage).slice(part * BOX, BOX)
+                            tma_load(k1_desc, [row, column], full.index(stage), rows_smem)
+                            if D2:
+                                rows_smem = k2_smem.index(stage).slice(part * BOX, BOX)
+                                tma_load(k2_desc, [row, column + D1], full.index(stage), rows_smem)
+                    # The next tile's pages arrive while this one's room is waited for.
+                    pages = _pages(table_row, tile + 1, length, BLOCK, BOX)
+                    stage, phase = _next(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -294,6 +286,21 @@ def _finish_scores(s_token, INT8: gl.constexpr):
 
 
 @gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    if stage == STAGES:
+        stage = gl.to_tensor(0)
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def _accumulate(total, factor, part, ROW: gl.constexpr):
+    """total · factor + part, factor per row."""
+    return gl.fma(total, gl.convert_layout(factor, ROW).expand_dims(1).broadcast_to(total.shape), part)
+
+
+@gluon.jit
 def _consumer(
     q1_smem,
     q2_smem,
@@ -303,10 +310,8 @@ def _consumer(
     ones_smem,
     q_full,
     q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    full,
+    empty,
     order,
     q_scale,
     k,
@@ -323,27 +328,27 @@ def _consumer(
     first_sequence,
     sequences,
     table_stride,
-    heads,
-    group,
+    heads: gl.constexpr,
+    group: gl.constexpr,
     m_blocks,
     section,
     tiles,
     window,
     softmax_scale_log2,
     delta,
-    q_scale_stride_t,
-    q_scale_stride_h,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
-    out_stride_t,
-    out_stride_h,
+    q_scale_stride_t: gl.constexpr,
+    q_scale_stride_h: gl.constexpr,
+    k_stride_b: gl.constexpr,
+    k_stride_t: gl.constexpr,
+    k_stride_h: gl.constexpr,
+    v_stride_b: gl.constexpr,
+    v_stride_t: gl.constexpr,
+    v_stride_h: gl.constexpr,
+    out_stride_t: gl.constexpr,
+    out_stride_h: gl.constexpr,
     lse_stride_h,
-    k_scale_stride,
-    v_scale_stride,
+    k_scale_stride: gl.constexpr,
+    v_scale_stride: gl.constexpr,
     W: gl.constexpr,
     D2: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -356,7 +361,6 @@ def _consumer(
     FP8_OUT: gl.constexpr,
     STAGES: gl.constexpr,
     ORDERED: gl.constexpr,
-    ROWSUM: gl.constexpr,
 ):
     PAGED: gl.constexpr = BLOCK > 0
     DV: gl.constexpr = v_smem.shape[1]
@@ -407,71 +411,50 @@ def _consumer(
                 e = gl.zeros([ROWS], gl.float32, ROW)
                 o = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
                 total_p = gl.zeros([ROWS, 8], gl.float32, L_LAYOUT)
-                # Tiles below `full` hold no key that a row doesn't see.
-                full = length // 128
+                # Tiles below `full_tiles` hold no key that a row doesn't see.
+                full_tiles = length // 128
                 if CAUSAL:
-                    full = gl.minimum(full, gl.maximum(first_position + 1, 0) // 128)
+                    full_tiles = gl.minimum(full_tiles, gl.maximum(first_position + 1, 0) // 128)
                 if WINDOW:
-                    full = gl.to_tensor(0)
+                    full_tiles = gl.to_tensor(0)
 
                 mbarrier.wait(q_full.index(W), q_phase)
                 q_phase ^= 1
-                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.wait(full.index(stage), phase)
                 s_token = _issue_scores(q1, q2, k1_smem, k2_smem, stage, D2, INT8, S_LAYOUT)
                 for tile in range(begin, end - 1):
                     s = _finish_scores(s_token, INT8)
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                    if tile >= full:
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    if tile >= full_tiles:
                         s = _mask(s, tile, first_position, rows, length, window, CAUSAL, WINDOW, S_LAYOUT)
                     p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, S_LAYOUT, P_LAYOUT)
-                    next_stage = stage + 1
-                    next_phase = phase
-                    if next_stage == STAGES:
-                        next_stage = gl.to_tensor(0)
-                        next_phase = phase ^ 1
-                    mbarrier.wait(v_full.index(stage), phase)
-                    mbarrier.wait(k_full.index(next_stage), next_phase)
+                    stage, phase = _next(stage, phase, STAGES)
+                    mbarrier.wait(full.index(stage), phase)
                     if ORDERED:
                         mbarrier.wait(order.index(W), turn_phase)
                         turn_phase ^= 1
-                    pv = warpgroup_mma(
-                        p, v_smem.index(stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
-                    )
-                    if ROWSUM:
-                        pl = warpgroup_mma(gl.convert_layout(p, PL_LAYOUT), ones, zero_l, use_acc=False, is_async=True)
-                    s_token = _issue_scores(q1, q2, k1_smem, k2_smem, next_stage, D2, INT8, S_LAYOUT)
+                    pv = warpgroup_mma(p, v_smem.index(stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+                    pl = warpgroup_mma(gl.convert_layout(p, PL_LAYOUT), ones, zero_l, use_acc=False, is_async=True)
+                    s_token = _issue_scores(q1, q2, k1_smem, k2_smem, stage, D2, INT8, S_LAYOUT)
                     if ORDERED:
                         mbarrier.arrive(order.index(1 - W), count=1)
-                    if ROWSUM:
-                        pv, pl = warpgroup_mma_wait(2 if D2 else 1, deps=(pv, pl))
-                    else:
-                        pv = warpgroup_mma_wait(2 if D2 else 1, deps=(pv,))
-                        pl = zero_l
-                    mbarrier.arrive(v_empty.index(stage), count=1)
-                    o = gl.fma(o, gl.convert_layout(factor, ROW_O).expand_dims(1).broadcast_to(o.shape), pv)
-                    total_p = gl.fma(
-                        total_p, gl.convert_layout(factor, ROW_L).expand_dims(1).broadcast_to(total_p.shape), pl
-                    )
-                    stage = next_stage
-                    phase = next_phase
+                    pv, pl = warpgroup_mma_wait(2 if D2 else 1, deps=(pv, pl))
+                    o = _accumulate(o, factor, pv, ROW_O)
+                    total_p = _accumulate(total_p, factor, pl, ROW_L)
                 s = _finish_scores(s_token, INT8)
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.arrive(empty.index(stage), count=1)
                 mbarrier.arrive(q_empty.index(W), count=1)
                 s = _mask(s, end - 1, first_position, rows, length, window, CAUSAL, WINDOW, S_LAYOUT)
                 p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, S_LAYOUT, P_LAYOUT)
-                mbarrier.wait(v_full.index(stage), phase)
+                stage, phase = _next(stage, phase, STAGES)
+                mbarrier.wait(full.index(stage), phase)
                 pv = warpgroup_mma(p, v_smem.index(stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
                 pl = warpgroup_mma(gl.convert_layout(p, PL_LAYOUT), ones, zero_l, use_acc=False, is_async=True)
                 pv, pl = warpgroup_mma_wait(0, deps=(pv, pl))
-                mbarrier.arrive(v_empty.index(stage), count=1)
-                o = gl.fma(o, gl.convert_layout(factor, ROW_O).expand_dims(1).broadcast_to(o.shape), pv)
-                total_p = gl.fma(
-                    total_p, gl.convert_layout(factor, ROW_L).expand_dims(1).broadcast_to(total_p.shape), pl
-                )
-                stage += 1
-                if stage == STAGES:
-                    stage = gl.to_tensor(0)
-                    phase ^= 1
+                mbarrier.arrive(empty.index(stage), count=1)
+                o = _accumulate(o, factor, pv, ROW_O)
+                total_p = _accumulate(total_p, factor, pl, ROW_L)
+                stage, phase = _next(stage, phase, STAGES)
 
                 denominator = gl.convert_layout(gl.max(total_p, 1), ROW)
                 inverse = 1.0 / gl.where(denominator == 0.0, 1.0, denominator)
@@ -524,7 +507,12 @@ def _consumer(
                     gl.store(lse + head.to(gl.int64) * lse_stride_h + token, row_lse, mask=live_row)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "first_sequence", "sequences", "table_stride", "m_blocks", "section", "tiles", "window", "lse_stride_h"
+    ],
+    do_not_specialize_on_alignment=["q_scale", "bad", "lse", "block_table", "cu_seqlens_q", "lengths_k"],
+)
 def hopper_kernel(
     q1_desc,
     q2_desc,
@@ -546,32 +534,32 @@ def hopper_kernel(
     first_sequence,
     sequences,
     table_stride,
-    heads,
-    group,
     m_blocks,
     section,
     tiles,
     window,
     softmax_scale_log2,
     delta,
-    q_row_h,
-    q_col_h,
-    k_row_b,
-    k_row_h,
-    k_col_h,
-    q_scale_stride_t,
-    q_scale_stride_h,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
-    out_stride_t,
-    out_stride_h,
     lse_stride_h,
-    k_scale_stride,
-    v_scale_stride,
+    heads: gl.constexpr,
+    group: gl.constexpr,
+    q_row_h: gl.constexpr,
+    q_col_h: gl.constexpr,
+    k_row_b: gl.constexpr,
+    k_row_h: gl.constexpr,
+    k_col_h: gl.constexpr,
+    q_scale_stride_t: gl.constexpr,
+    q_scale_stride_h: gl.constexpr,
+    k_stride_b: gl.constexpr,
+    k_stride_t: gl.constexpr,
+    k_stride_h: gl.constexpr,
+    v_stride_b: gl.constexpr,
+    v_stride_t: gl.constexpr,
+    v_stride_h: gl.constexpr,
+    out_stride_t: gl.constexpr,
+    out_stride_h: gl.constexpr,
+    k_scale_stride: gl.constexpr,
+    v_scale_stride: gl.constexpr,
     D2: gl.constexpr,
     BLOCK: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -583,7 +571,6 @@ def hopper_kernel(
     FP8_OUT: gl.constexpr,
     STAGES: gl.constexpr,
     ORDERED: gl.constexpr,
-    ROWSUM: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
@@ -610,44 +597,40 @@ def hopper_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     order = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for w in gl.static_range(2):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
         mbarrier.init(order.index(w), count=1)
     for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=2)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=2)
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
     # fmt: off
     gl.warp_specialize(
         [
             (_consumer, (
                 q1_smem, q2_smem, k1_smem, k2_smem, v_smem, ones_smem,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
+                q_full, q_empty, full, empty, order,
                 q_scale, k, v, bad, k_scale, v_scale, out, out_scale, lse, block_table, cu_seqlens_q, lengths_k,
                 first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
                 softmax_scale_log2, delta, q_scale_stride_t, q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h,
                 v_stride_b, v_stride_t, v_stride_h, out_stride_t, out_stride_h, lse_stride_h, k_scale_stride,
-                v_scale_stride, gl.constexpr(0), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED, ROWSUM,
+                v_scale_stride, gl.constexpr(0), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED,
             )),
             (_consumer, (
                 q1_smem, q2_smem, k1_smem, k2_smem, v_smem, ones_smem,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
+                q_full, q_empty, full, empty, order,
                 q_scale, k, v, bad, k_scale, v_scale, out, out_scale, lse, block_table, cu_seqlens_q, lengths_k,
                 first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
                 softmax_scale_log2, delta, q_scale_stride_t, q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h,
                 v_stride_b, v_stride_t, v_stride_h, out_stride_t, out_stride_h, lse_stride_h, k_scale_stride,
-                v_scale_stride, gl.constexpr(1), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED, ROWSUM,
+                v_scale_stride, gl.constexpr(1), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED,
             )),
             (_producer, (
                 q1_desc, q2_desc, k1_desc, k2_desc, vt_desc, q1_smem, q2_smem, k1_smem, k2_smem, v_smem,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, block_table, cu_seqlens_q, lengths_k,
+                q_full, q_empty, full, empty, block_table, cu_seqlens_q, lengths_k,
                 first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
                 q_row_h, q_col_h, k_row_b, k_row_h, k_col_h, D2, BLOCK, CAUSAL, WINDOW, STAGES,
             )),
@@ -657,114 +640,3 @@ def hopper_kernel(
     )
     # fmt: on
 
-
-def launch(call: Any, vt: torch.Tensor, bad: torch.Tensor, first: int, sequences: int, tiles: int) -> None:
-    """Launches a checked call of `prefill` for sequences first … first + sequences; vt, bad: see `transpose`."""
-    q, k, v, target = call.q, call.k, call.v, call.target
-    (tokens, hq, d), (hkv, dv) = q.shape, v.shape[-2:]
-    code, dtype = (torch.int8, gl.int8) if call.int8 else (torch.float8_e4m3fn, gl.float8e4nv)
-    d1, d2 = (128, 64) if d == 192 else (d, 0)
-    box = min(call.block_size, TILE) or TILE
-    q_rows, k_rows = _Rows(q.view(code), "q"), _Rows(k.view(code), "k_cache")
-    m_blocks = triton.cdiv(call.max_seqlen_q, 128)
-    options = target.hopper(d)
-    section = max(1, options.pop("section_bytes") // max(1, call.max_seqlen_k * (d + dv))) * (hq // hkv)
-    registers = (options.pop("consumer_registers"), options.pop("producer_registers"))
-    grid = (min(_multiprocessors(q.device), m_blocks * hq * sequences),)
-    vt_rows = vt.view(torch.float8_e4m3fn).view(-1, TILE)
-    hopper_kernel[grid](
-        q_rows.descriptor(64, d1, dtype),
-        q_rows.descriptor(64, d2 or d1, dtype),
-        k_rows.descriptor(box, d1, dtype),
-        k_rows.descriptor(box, d2 or d1, dtype),
-        TensorDescriptor.from_tensor(vt_rows, [dv, TILE], _layout(dv, TILE, gl.float8e4nv)),
-        call.q_scale,
-        k.view(torch.int8 if call.int8 else torch.uint8),
-        v.view(torch.uint8),
-        bad,
-        call.k_scale,
-        call.v_scale,
-        call.out,
-        call.out_scale,
-        call.lse,
-        call.block_table,
-        call.cu_seqlens_q,
-        call.lengths_k,
-        first,
-        sequences,
-        call.table_stride,
-        hq,
-        hq // hkv,
-        m_blocks,
-        min(section, hq * sequences),
-        tiles,
-        call.window or 0,
-        call.softmax_scale * LOG2E,
-        call.delta,
-        q_rows.row_h,
-        q_rows.col_h,
-        k_rows.row_b,
-        k_rows.row_h,
-        k_rows.col_h,
-        call.q_scale.stride(0),
-        call.q_scale.stride(1),
-        *call.strides(k),
-        *call.strides(v),
-        call.out.stride(0),
-        call.out.stride(1),
-        call.lse.stride(0) if call.lse is not None else 0,
-        int(call.k_scale.numel() > 1),
-        int(call.v_scale.numel() > 1),
-        D2=d2,
-        BLOCK=call.block_size,
-        CAUSAL=call.causal,
-        WINDOW=call.window is not None,
-        LEAN=call.lean,
-        INT8=call.int8,
-        OFFSET=call.offset,
-        LSE=call.lse is not None,
-        FP8_OUT=call.out_scale is not None,
-        STAGES=options["stages"],
-        ORDERED=bool(options["ordered"]),
-        ROWSUM=bool(options.get("rowsum", 1)),
-        CONSUMER_REGS=registers[0],
-        PRODUCER_REGS=registers[1],
-        num_warps=4,
-    )
-
-
-class _Rows:
-    """Q or a cache as a matrix whose rows lie a token apart: where the element of a block and head is in it."""
-
-    def __init__(self, x: torch.Tensor, name: str) -> None:
-        self.x = x
-        block, token, head = (0,) * (4 - x.dim()) + x.stride()[:-1]
-        blocks, tokens, heads, d = (1,) * (4 - x.dim()) + tuple(x.shape)
-        self.pitch = token if tokens > 1 else max(block, head, d)
-        row_h, self.col_h = (0, 0) if heads == 1 else (0, head) if head < self.pitch else (head // self.pitch, 0)
-        row_b = block // self.pitch if blocks > 1 else 0
-        aligned = (blocks == 1 or block % self.pitch == 0) and (heads == 1 or head < self.pitch or head % self.pitch == 0)
-        self.columns = (heads - 1) * self.col_h + d
-        self.rows = (blocks - 1) * row_b + (heads - 1) * row_h + tokens
-        require(
-            aligned and self.columns <= self.pitch and self.rows < 1 << 31,
-            f"{name} has shape {list(x.shape)} and strides {x.stride()}; the Hopper kernel takes caches whose strides of "
-            "blocks and heads are multiples of the tokens', or whose heads lie within a token, and fewer than 2^31 rows",
-        )
-        self.row_b, self.row_h = row_b, row_h
-
-    def descriptor(self, rows: int, columns: int, dtype: Any) -> TensorDescriptor:
-        """Boxes of [rows, columns]."""
-        return TensorDescriptor(
-            self.x, [self.rows, self.columns], [self.pitch, 1], [rows, columns], _layout(rows, columns, dtype)
-        )
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: Any) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -41,6 +41,20 @@ def _half(codes):
 
 
 @triton.jit
+def _e4m3_codes(x, NATIVE: tl.constexpr):
+    """uint8 e4m3 of x, which is NaN or at most 448 in size, nearest even."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # Adding and subtracting 1.5 · 2^20 times x's power of two, 2^-6 at least, leaves the leading 1 and three bits.
+        bits = x.to(tl.int32, bitcast=True)
+        large = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), 0.015625) * 1572864.0
+        rounded = (tl.abs(x) + large) - large
+        codes = (rounded * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True) >> 7
+        return tl.where(x != x, 0x7F, codes | ((bits >> 24) & 0x80).to(tl.int16)).to(tl.uint8)
+
+
+@triton.jit
 def _lean_codes(y, PTX: tl.constexpr):
     """uint8 clamp(round(y), 0, 126); y does not exceed 126, a NaN gives 0."""
     if PTX:
@@ -92,7 +106,18 @@ def _scores(q1, q2, k1, k2, HALF: tl.constexpr, INT8: tl.constexpr, SPLIT: tl.co
 
 
 @triton.jit
-def _softmax(s, m, e, c, delta, OFFSET: tl.constexpr, LEAN: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr):
+def _softmax(
+    s,
+    m,
+    e,
+    c,
+    delta,
+    OFFSET: tl.constexpr,
+    LEAN: tl.constexpr,
+    HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """(P as the operand of the product with V, factor of O and L, m', e')."""
     top = tl.reduce(s, 1, _maximum)
     m_after = _maximum(m, top)
@@ -104,12 +129,10 @@ def _softmax(s, m, e, c, delta, OFFSET: tl.constexpr, LEAN: tl.constexpr, HALF: 
         slope = 8.0 * c
         bias = tl.fma(-slope, origin, 8.0 * OFFSET + 56.0 + delta) - 8.0 * e_after
         codes = _lean_codes(tl.fma(s, slope[:, None], bias[:, None]), PTX)
-        p = _operand(codes, HALF, False)
     else:
         bias = tl.fma(-c, origin, OFFSET) - e_after
-        p = tl.exp2(tl.fma(s, c[:, None], bias[:, None])).to(tl.float8e4nv)
-        if HALF:
-            p = _half(p.to(tl.uint8, bitcast=True))
+        codes = _e4m3_codes(tl.exp2(tl.fma(s, c[:, None], bias[:, None])), NATIVE)
+    p = _operand(codes, HALF, False)
     return p, factor, m_after, e_after
 
 
@@ -160,6 +183,7 @@ def prefill_kernel(
     LEAN: tl.constexpr,
     INT8: tl.constexpr,
     HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
     PTX: tl.constexpr,
     OFFSET: tl.constexpr,
     LSE: tl.constexpr,
@@ -236,7 +260,7 @@ def prefill_kernel(
                 k2 = k1
             values = tl.load(vt_head + tl.cast(n0 // TILE, tl.int64) * heads * (DV * TILE))
             s = _scores(q1, q2, k1, k2, HALF, INT8, D2 > 0)
-            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, PTX)
+            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, NATIVE, PTX)
             o = tl.fma(o, factor[:, None], tl.dot(p, _operand(values, HALF, False)))
             total = tl.fma(total, factor[:, None], tl.dot(p, ones))
         for n0 in tl.range(full, end, TILE):
@@ -258,7 +282,7 @@ def prefill_kernel(
             if WINDOW:
                 seen = seen & (key[None, :] >= position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
-            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, PTX)
+            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, NATIVE, PTX)
             o = tl.fma(o, factor[:, None], tl.dot(p, _operand(values, HALF, False)))
             total = tl.fma(total, factor[:, None], tl.dot(p, ones))
 
@@ -319,6 +343,10 @@ def prefill_kernel(
             o = o / tl.load(out_scale)
             o = tl.clamp(o, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         to = out + token * out_stride_t + head.to(tl.int64) * out_stride_h
-        tl.store(to[:, None] + d_v[None, :], o.to(out.dtype.element_ty), mask=live_row[:, None])
+        if FP8_OUT:
+            result = _e4m3_codes(o, NATIVE)
+        else:
+            result = o.to(out.dtype.element_ty)
+        tl.store(to[:, None] + d_v[None, :], result, mask=live_row[:, None])
         if LSE:
             tl.store(lse + head.to(tl.int64) * lse_stride_h + token, row_lse, mask=live_row)

@@ -29,7 +29,10 @@ def _row_pointers(base, keys, block_table, seq, table_stride, first_key, stride_
         return base + (first_key + keys).to(tl.int64) * stride_t
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_sequence", "table_stride", "window"],
+    do_not_specialize_on_alignment=["bad", "block_table", "cu_seqlens_q", "lengths_k"],
+)
 def transpose_kernel(
     k,
     v,
@@ -40,13 +43,13 @@ def transpose_kernel(
     lengths_k,
     first_sequence,
     table_stride,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
     window,
+    k_stride_b: tl.constexpr,
+    k_stride_t: tl.constexpr,
+    k_stride_h: tl.constexpr,
+    v_stride_b: tl.constexpr,
+    v_stride_t: tl.constexpr,
+    v_stride_h: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
