@@ -28,7 +28,7 @@ def attend(
     offset: float = 8.0,
     delta: float = -0.45,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One head: q [M, D], k [N, D], v [N, Dv] fp64 values of codes, c [M] log2 units of q·k, first the position of row 0.
+    """One head: q [M, D], k [N, D], v [N, Dv] fp64 values of codes; c [M] log2 units of q·k; first: position of row 0.
 
     Returns out [M, Dv] and lse [M] (natural log), both fp64 and without the scale of V.
     """

@@ -21,32 +21,38 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from zyfa_kernels.triton.prefill import PrefillError, prefill  # noqa: E402
+
 from tests.triton import specification  # noqa: E402
 from tests.triton.problems import SCALE, Batch, batch, expected, run, with_config  # noqa: E402
-from zyfa_kernels.triton.prefill import PrefillError, prefill  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 RAGGED = [(1, 130), (70, 70), (5, 200)]
 
 
-def close(out: torch.Tensor, ref: torch.Tensor, exact_scores: bool) -> None:
-    """Equal up to one step of bf16 in all but 1 of 200 elements, or (FP8 scores on a GPU) to 2% in the mean."""
+def close(out: torch.Tensor, ref: torch.Tensor, qk_format: str) -> None:
+    """Equal up to a step of bf16 in all but 1 of 200 elements; on a GPU to 0.3% (int8 scores) or 2% in the mean."""
     assert torch.equal(out.isnan(), ref.isnan())
     got, want = out.double().nan_to_num(), ref.double().nan_to_num()
-    assert relative_rms(got, want) < 0.02
-    if exact_scores:
-        step = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(2.0**-126))) - 7)
-        size = float(want.pow(2).mean().sqrt())
-        assert float(((got - want).abs() > step + 1e-5 * size).double().mean()) < 0.005
+    if GPU:
+        assert relative_rms(got, want) < (0.003 if qk_format == "int8" else 0.02)
+        return
+    step = torch.exp2(torch.floor(torch.log2(want.abs().clamp_min(2.0**-126))) - 7)
+    size = float(want.pow(2).mean().sqrt())
+    assert float(((got - want).abs() > step + 1e-5 * size).double().mean()) < 0.005
+
+
+def close_lse(lse: torch.Tensor, ref: torch.Tensor, qk_format: str) -> None:
+    assert torch.equal(lse.isinf(), ref.isinf())
+    difference = (lse - ref).nan_to_num(posinf=0, neginf=0).abs().max()
+    assert float(difference) < (0.1 if GPU and qk_format != "int8" else 1e-3)
 
 
 def check(b: Batch, *, causal: bool = True, window: int | None = None, **options) -> None:
     out, lse = run(b, causal=causal, window=window, device=DEVICE, **options)
     ref, ref_lse = expected(b, causal, window, torch.float16)
-    exact_scores = not GPU or b.config.qk_format == "int8"
-    close(out, ref, exact_scores)
-    assert torch.equal(lse.isinf(), ref_lse.isinf())
-    assert float((lse - ref_lse).nan_to_num(posinf=0, neginf=0).abs().max()) < (1e-3 if exact_scores else 0.1)
+    close(out, ref, b.config.qk_format)
+    close_lse(lse, ref_lse, b.config.qk_format)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128, None])
@@ -82,35 +88,46 @@ def test_kinds_of_rows(kind):
     check(b)
 
 
-@pytest.mark.parametrize("lean", [True, False])
-@pytest.mark.parametrize("kind", ["gaussian", "falling"])
-def test_specification(lean, kind):
-    """Scales of V and the reference left out: one head against the formulas in fp64."""
-    config = with_config(qk_format="int8", probabilities="lean" if lean else "exact")
+def check_specification(config, kind="gaussian"):
+    """One head against the formulas in fp64, without the reference."""
     b = batch([(50, 420)], 1, 1, 64, config, kind)
     out, lse = run(b, device=DEVICE)
     q, k, v = b.q[0], b.k[0], b.v[0]
     c = q.scale[:, 0].double() * k.scale.double() * SCALE / math.log(2)
-    values = dequantize_fp64(v)[:, 0]
     want, want_lse = specification.attend(
-        q.data[:, 0].double(), k.data[:, 0].double(), values, c, 370, lean=lean
+        q.data[:, 0].double(),
+        k.data[:, 0].double(),
+        dequantize_fp64(v)[:, 0],
+        c,
+        370,
+        lean=config.probabilities == "lean",
+        offset=config.offset,
+        delta=config.delta,
     )
-    close(out[:, 0], want, True)
-    assert float((lse[0] - want_lse).abs().max()) < 1e-3
+    close(out[:, 0], want, "int8")
+    close_lse(lse[0], want_lse, "int8")
+
+
+@pytest.mark.parametrize("p", ["lean", "exact"])
+@pytest.mark.parametrize("kind", ["gaussian", "falling"])
+def test_specification(p, kind):
+    check_specification(with_config(qk_format="int8", probabilities=p), kind)
+
+
+@pytest.mark.parametrize(("offset", "delta"), [(4, 0.0), (0, -0.344), (-2, -0.45)])
+def test_offset_and_delta(offset, delta):
+    check_specification(with_config(qk_format="int8", offset=float(offset), delta=delta))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", ["lean", "exact"])
 @pytest.mark.parametrize("kind", ["gaussian", "peaked", "huge", "rising", "falling"])
 def test_ones_give_exactly_one(kind, p, dtype):
+    if dtype == torch.bfloat16 and not GPU:
+        pytest.skip("the interpreter cuts fp32 to bf16 instead of rounding it")
     b = batch([(20, 300)], 1, 1, 64, with_config(probabilities=p), kind, ones=True)
     out, _ = run(b, dtype=dtype, device=DEVICE)
     assert torch.equal(out, torch.ones_like(out))
-
-
-@pytest.mark.parametrize(("offset", "delta"), [(8, -0.45), (4, 0.0), (0, -0.344), (-2, -0.45)])
-def test_offset_and_delta(offset, delta):
-    check(batch([(20, 200)], dim=64, config=with_config(offset=float(offset), delta=delta)))
 
 
 def test_codes_never_reach_beyond_the_largest():
@@ -124,14 +141,16 @@ def test_same_bits_chunked_batched_and_alone():
     """Rows of a sequence, whatever they are computed with; the cut is at no multiple of a tile."""
     whole = batch([(170, 300)], 2, 1, 64)
     out, lse = run(whole, device=DEVICE)
-    for cut in (1, 63, 70):
+    for cut in (1, 70):
         keys = 130 + cut
         q, k, v = rows(whole.q[0], slice(0, cut)), rows(whole.k[0], slice(0, keys)), rows(whole.v[0], slice(0, keys))
         chunk, chunk_lse = run(Batch([q], [k], [v], whole.config), device=DEVICE)
         assert same_bits(chunk, out[:cut]) and same_bits(chunk_lse, lse[:, :cut].contiguous())
     rest = rows(whole.q[0], slice(99, 170))
     other = batch([(33, 77)], 2, 1, 64, seed=1)
-    other_k, other_v = (type(x)(x.data, y.scale, x.format) for x, y in ((other.k[0], whole.k[0]), (other.v[0], whole.v[0])))
+    other_k, other_v = (
+        type(x)(x.data, y.scale, x.format) for x, y in ((other.k[0], whole.k[0]), (other.v[0], whole.v[0]))
+    )
     together = Batch([other.q[0], rest], [other_k, whole.k[0]], [other_v, whole.v[0]], whole.config)
     out2, lse2 = run(together, device=DEVICE)
     assert same_bits(out2[33:], out[99:]) and same_bits(lse2[:, 33:].contiguous(), lse[:, 99:].contiguous())
@@ -146,21 +165,20 @@ def test_same_bits_whatever_the_pages(block):
 
 
 @pytest.mark.parametrize("qk_format", ["fp8_e4m3", "int8"])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 20])
 def test_nan_stays_with_the_rows_that_see_it(qk_format, window):
     """NaN in a key, in channels of a value and in a query; masked rows, other sequences and channels are untouched."""
-    b = batch([(150, 150), (40, 40)], 2, 1, 64, with_config(qk_format=qk_format))
+    b = batch([(80, 80), (40, 40)], 2, 1, 64, with_config(qk_format=qk_format))
     clean, clean_lse = run(b, window=window, device=DEVICE)
-    b.k[0].data[90, 0, 5] = -128 if qk_format == "int8" else 0x7F
+    b.k[0].data[50, 0, 5] = -128 if qk_format == "int8" else 0x7F
     b.v[0].data[20, 0, 7] = 0xFF
     b.q[0].scale[3, 1] = torch.nan
     out, lse = run(b, window=window, device=DEVICE)
-    position = torch.arange(190)
-    nan = torch.zeros(190, 2, 64, dtype=torch.bool)
-    last = 150 if window is None else 90 + window + 1
-    nan[90 : min(last, 150)] = True
-    last = 150 if window is None else 20 + window + 1
-    nan[(position >= 20) & (position < last), :, 7] = True
+    position = torch.arange(120)
+    sees = [(position >= key) & (position < 80) & (position <= key + (window or 80)) for key in (50, 20)]
+    nan = torch.zeros(120, 2, 64, dtype=torch.bool)
+    nan[sees[0]] = True
+    nan[sees[1], :, 7] = True
     nan[3, 1] = True
     assert torch.equal(out.isnan(), nan)
     assert torch.equal(out[~nan], clean[~nan])
@@ -182,11 +200,11 @@ def test_rows_without_a_key():
 
 def test_fp8_output():
     b = batch([(40, 100)], 2, 1, 64)
-    scale = torch.tensor([0.004], device=DEVICE)
+    scale = torch.tensor([0.0005], device=DEVICE)
     out = torch.empty(40, 2, 64, dtype=torch.float8_e4m3fn, device=DEVICE)
     got, _ = run(b, out=out, out_scale=scale, device=DEVICE)
     want, _ = run(b, device=DEVICE)
-    ratio = want.float() / 0.004
+    ratio = want.float() / 0.0005
     assert float((ratio.abs() > 448).float().mean()) > 0.01  # some are saturated
     got = got.float()
     assert bool((got[ratio > 448] == 448).all()) and bool((got[ratio < -448] == -448).all())

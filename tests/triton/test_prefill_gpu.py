@@ -16,8 +16,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from tests.triton import specification  # noqa: E402
 from zyfa_kernels.triton.prefill import implementation, prefill  # noqa: E402
+
+from tests.triton import specification  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -79,15 +80,25 @@ class Gaussian:
 
     def errors(self, i, head, last=256, **options):
         """Relative RMS error of the kernel and of the specification against plain softmax in fp64."""
-        out, lse = self.run(**{"out": torch.empty(*self.q.shape[:2], self.v.shape[3], dtype=torch.float16, device=DEVICE)})
+        out, lse = self.run(
+            **{"out": torch.empty(*self.q.shape[:2], self.v.shape[3], dtype=torch.float16, device=DEVICE)}
+        )
         q, k, v, c, first = self.head(i, head, last)
         x = (q @ k.T) * c[:, None]
-        x.masked_fill_(torch.arange(len(k), device=DEVICE)[None] > torch.arange(first, len(k), device=DEVICE)[:, None], -math.inf)
+        x.masked_fill_(
+            torch.arange(len(k), device=DEVICE)[None] > torch.arange(first, len(k), device=DEVICE)[:, None], -math.inf
+        )
         exact = torch.softmax(x * math.log(2), -1) @ v
         ideal, ideal_lse = specification.attend(q, k, v, c, first, **options)
         stop = sum(n for n, _ in self.lengths[: i + 1])
-        got = out[stop - last : stop, head].double() / self.v_scale[head // (self.q.shape[1] // self.k.shape[2])].double()
-        return relative_rms(got, exact), relative_rms(ideal, exact), float((lse[head, stop - last : stop] - ideal_lse).abs().max())
+        got = (
+            out[stop - last : stop, head].double() / self.v_scale[head // (self.q.shape[1] // self.k.shape[2])].double()
+        )
+        return (
+            relative_rms(got, exact),
+            relative_rms(ideal, exact),
+            float((lse[head, stop - last : stop] - ideal_lse).abs().max()),
+        )
 
 
 @pytest.mark.parametrize("d", [64, 128, 192])

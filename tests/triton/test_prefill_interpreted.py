@@ -1,4 +1,4 @@
-"""Runs test_prefill.py under Triton's interpreter, in a process of its own: the choice is made when triton is imported."""
+"""Runs test_prefill.py under Triton's interpreter, in a process of its own: triton chooses when it is imported."""
 
 from __future__ import annotations
 

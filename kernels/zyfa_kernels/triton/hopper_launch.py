@@ -1,8 +1,7 @@
-"""Launches the Hopper kernel: descriptors of Q, K and V for TMA, and the kernel found by its constants alone."""
+"""Launches the Hopper kernel: its constants, and the descriptors of Q, K and V for TMA."""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from zyfa_kernels.triton.launcher import launch_cached
+from zyfa_kernels.triton.launcher import Launch
 from zyfa_kernels.triton.prefill_checks import require
 from zyfa_kernels.triton.prefill_hopper import hopper_kernel
 from zyfa_kernels.triton.transpose import TILE
@@ -18,97 +17,114 @@ from zyfa_kernels.triton.transpose import TILE
 _CODE = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-def launch(call: Any, vt: torch.Tensor, bad: torch.Tensor, first: int, sequences: int, tiles: int) -> None:
-    """Launches a checked call of `prefill` for sequences first … first + sequences; vt, bad: see `transpose`."""
-    q, k, v = call.q, call.k, call.v
-    hq, d, hkv, dv = q.shape[1], q.shape[2], v.shape[-2], v.shape[-1]
-    plan = _plan(call.target, q.device.index, d, dv, call.block_size, call.int8)
-    q_rows, k_rows = _rows(q.shape, q.stride(), "q"), _rows(k.shape, k.stride(), "k_cache")
-    q1, q2, k1, k2, v1 = plan.boxes
-    m_blocks = triton.cdiv(call.max_seqlen_q, 128)
-    work = m_blocks * hq * sequences
-    section = max(1, plan.section_bytes // (call.max_seqlen_k * (d + dv))) * (hq // hkv)
-    strides_k, strides_v = call.strides(k), call.strides(v)
-    lse = call.lse if call.lse is not None else call.q_scale
-    arguments = (
-        q1.of(q, q_rows),
-        q2.of(q, q_rows),
-        k1.of(k, k_rows),
-        k2.of(k, k_rows),
-        v1.of(vt, (vt.shape[0] // TILE, TILE, TILE)),
-        call.q_scale,
-        k,
-        v,
-        bad,
-        call.k_scale,
-        call.v_scale,
-        call.out,
-        call.out_scale if call.out_scale is not None else call.v_scale,
-        lse,
-        call.block_table if call.block_table is not None else call.lengths_k,
-        call.cu_seqlens_q,
-        call.lengths_k,
-        first,
-        sequences,
-        call.table_stride,
-        m_blocks,
-        min(section, hq * sequences),
-        tiles,
-        call.window or 0,
-        call.softmax_scale_log2,
-        call.delta,
-        lse.stride(0),
-    )
-    constants = (
-        hq,
-        hq // hkv,
-        q_rows[3],
-        q_rows[4],
-        k_rows[5],
-        k_rows[3],
-        k_rows[4],
-        *call.q_scale.stride(),
-        *strides_k,
-        *strides_v,
-        *call.out.stride()[:2],
-        int(call.k_scale.numel() > 1),
-        int(call.v_scale.numel() > 1),
-        64 if d == 192 else 0,
-        call.block_size,
-        call.causal,
-        call.window is not None,
-        call.lean,
-        call.int8,
-        call.offset,
-        call.lse is not None,
-        call.out_scale is not None,
-        *plan.schedule,
-    )
-    typed = {6: torch.int8 if call.int8 else torch.uint8, 7: torch.uint8}
-    key = (q.device.index, d, dv, call.out.dtype, call.out.data_ptr() % 16 == 0)
-    launch_cached(hopper_kernel, (min(plan.multiprocessors, work),), arguments, constants, typed, key, num_warps=4)
+class HopperAttention:
+    """Launches the kernel for a prepared call (see `prefill_call.Call`)."""
+
+    def __init__(self, call: Any, q: Any, k: Any, q_scale: Any, out: Any, lse: Any) -> None:
+        options = call.target.hopper(call.d)
+        d, dv, group = call.d, call.dv, call.hq // call.hkv
+        code = torch.int8 if call.int8 else torch.float8_e4m3fn
+        q_rows, k_rows = _rows(q.shape, q.stride(), "q"), _rows(k.shape, k.stride(), "k_cache")
+        d1, d2 = (128, 64) if d == 192 else (d, d)
+        box = min(call.block_size, TILE) or TILE
+        self.q1, self.q2 = _Boxes(64, d1, code, q_rows), _Boxes(64, d2, code, q_rows)
+        self.k1, self.k2 = _Boxes(box, d1, code, k_rows), _Boxes(box, d2, code, k_rows)
+        self.vt = _Boxes(dv, TILE, torch.float8_e4m3fn, (call.step * call.per_sequence // TILE, TILE, TILE))
+        self.m_blocks = triton.cdiv(call.max_seqlen_q, 128)
+        self.multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
+        # Enough heads to balance a section over the CTAs, even if their K and V don't stay in L2.
+        self.section = max(1, options["section_bytes"] // (call.max_seqlen_k * (d + dv))) * group
+        self.section = max(self.section, triton.cdiv(4 * self.multiprocessors, self.m_blocks))
+        self.lse_stride = lse.stride(0) if lse is not None else 0
+        self.call = call
+        constants = (
+            call.hq,
+            group,
+            q_rows[3],
+            q_rows[4],
+            k_rows[5],
+            k_rows[3],
+            k_rows[4],
+            *q_scale.stride(),
+            *call.k_strides,
+            *call.v_strides,
+            *out.stride()[:2],
+            *call.scale_strides,
+            64 if d == 192 else 0,
+            call.block_size,
+            call.causal,
+            call.window is not None,
+            call.lean,
+            call.int8,
+            call.offset,
+            call.with_lse,
+            call.fp8_out,
+            options["stages"],
+            bool(options["ordered"]),
+            options["consumer_registers"],
+            options["producer_registers"],
+        )
+        typed = {6: torch.int8 if call.int8 else torch.uint8, 7: torch.uint8}
+        self.launch = Launch(hopper_kernel, constants, typed, (call.device, d, dv, out.dtype), num_warps=4)
+
+    def __call__(
+        self, tensors: tuple[Any, ...], vt: torch.Tensor, bad: torch.Tensor, first: int, sequences: int
+    ) -> None:
+        """Sequences first … first + sequences; vt, bad: see `transpose`."""
+        q, q_scale, k, v, k_scale, v_scale, out, out_scale, lse, block_table, cu_seqlens_q, lengths_k = tensors
+        call = self.call
+        combinations = call.hq * sequences
+        arguments = (
+            self.q1.of(q),
+            self.q2.of(q),
+            self.k1.of(k),
+            self.k2.of(k),
+            self.vt.of(vt),
+            q_scale,
+            k,
+            v,
+            bad,
+            k_scale,
+            v_scale,
+            out,
+            out_scale if out_scale is not None else v_scale,
+            lse if lse is not None else q_scale,
+            block_table if block_table is not None else lengths_k,
+            cu_seqlens_q,
+            lengths_k,
+            first,
+            sequences,
+            call.table_stride,
+            self.m_blocks,
+            min(self.section, combinations),
+            call.tiles,
+            call.window or 0,
+            call.softmax_scale_log2,
+            call.delta,
+            self.lse_stride,
+        )
+        grid = (min(self.multiprocessors, self.m_blocks * combinations), 1, 1)
+        self.launch(grid, arguments, out.data_ptr() % 16 == 0)
 
 
 class _Boxes:
-    """Boxes that TMA copies out of a matrix: [rows, columns] of codes."""
+    """Boxes that TMA copies out of a matrix: [rows, columns] of codes; matrix: its rows, columns and pitch."""
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        self.block_shape = [rows, columns]
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, matrix: tuple[int, ...]) -> None:
         self.dtype = dtype
-        self.layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _CODE[dtype])
+        self.fields = {
+            "shape": list(matrix[:2]),
+            "strides": [matrix[2], 1],
+            "block_shape": [rows, columns],
+            "layout": gl.NVMMASharedLayout.get_default_for([rows, columns], _CODE[dtype]),
+            "padding": "zero",
+            "round_f32_to_tf32": False,
+        }
 
-    def of(self, x: torch.Tensor, rows: tuple[int, ...]) -> TensorDescriptor:
-        """Descriptor of x seen as `rows` says. Alignment and shape were checked with the call: no second check."""
+    def of(self, x: torch.Tensor) -> TensorDescriptor:
+        """Descriptor with x's data. Alignment and shape were checked with the call: not a second time here."""
         descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__.update(
-            base=_Base(x.data_ptr(), self.dtype),
-            shape=[rows[0], rows[1]],
-            strides=[rows[2], 1],
-            block_shape=self.block_shape,
-            layout=self.layout,
-            padding="zero",
-            round_f32_to_tf32=False,
-        )
+        descriptor.__dict__.update(self.fields, base=_Base(x.data_ptr(), self.dtype))
         return descriptor
 
 
@@ -124,32 +140,6 @@ class _Base:
         return self.pointer
 
 
-class _Plan:
-    """What does not change between calls of one model."""
-
-    def __init__(self, target: Any, device: int, d: int, dv: int, block_size: int, int8: bool) -> None:
-        options = target.hopper(d)
-        code = torch.int8 if int8 else torch.float8_e4m3fn
-        d1, d2 = (128, 64) if d == 192 else (d, d)
-        box = min(block_size, TILE) or TILE
-        shapes = ((64, d1), (64, d2), (box, d1), (box, d2))
-        self.boxes = (*(_Boxes(*shape, code) for shape in shapes), _Boxes(dv, TILE, torch.float8_e4m3fn))
-        self.section_bytes = options["section_bytes"]
-        self.schedule = (
-            options["stages"],
-            bool(options["ordered"]),
-            options["consumer_registers"],
-            options["producer_registers"],
-        )
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _plan(target: Any, device: int, d: int, dv: int, block_size: int, int8: bool) -> _Plan:
-    return _Plan(target, device, d, dv, block_size, int8)
-
-
-@lru_cache(maxsize=4096)
 def _rows(shape: tuple[int, ...], stride: tuple[int, ...], name: str) -> tuple[int, ...]:
     """Q or a cache as a matrix whose rows lie a token apart.
 
@@ -164,10 +154,7 @@ def _rows(shape: tuple[int, ...], stride: tuple[int, ...], name: str) -> tuple[i
     columns = (heads - 1) * col_h + d
     rows = (blocks - 1) * row_b + (heads - 1) * row_h + tokens
     require(
-        (blocks == 1 or block % pitch == 0)
-        and (beside or head % pitch == 0)
-        and columns <= pitch
-        and rows < 1 << 31,
+        (blocks == 1 or block % pitch == 0) and (beside or head % pitch == 0) and columns <= pitch and rows < 1 << 31,
         f"{name} has shape {list(shape)} and strides {tuple(stride)}; the Hopper kernel takes caches whose strides of "
         "blocks and heads are multiples of the tokens', or whose heads lie within a token, and fewer than 2^31 rows",
     )

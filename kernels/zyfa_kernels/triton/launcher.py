@@ -6,29 +6,39 @@ from typing import Any
 
 import torch
 
-# The interpreter compiles nothing: there the value stays None.
+# Compiled kernels by name, constants and key. The interpreter compiles nothing: there the value stays None.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch_cached(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: tuple[Any, ...],
-    constants: tuple[Any, ...],
-    typed: dict[int, torch.dtype],
-    key: tuple[Any, ...],
-    **options: int,
-) -> None:
-    """Launches kernel on grid with arguments and then constants, in the order of its parameters.
+class Launch:
+    """A kernel with its constants, which are its last parameters.
 
-    typed: dtype as which the kernel sees the tensor at an index. key: what, beside the constants, decides about the
-    compiled code (the device, dtypes, alignment that the kernel makes use of); all else must be unspecialised.
+    typed: dtype as which the kernel sees the tensor at an index of its arguments. key: what, beside the constants,
+    decides about the compiled code (the device, dtypes); all other arguments must be unspecialised.
     """
-    whole = (kernel.__name__, key, constants)
-    compiled = _compiled.get(whole)
-    grid = grid + (1,) * (3 - len(grid))
-    if compiled is None:
-        first = tuple(x.view(typed[i]) if i in typed else x for i, x in enumerate(arguments))
-        _compiled[whole] = kernel[grid](*first, *constants, **options)
-    else:
-        compiled[grid](*arguments, *constants)
+
+    def __init__(
+        self,
+        kernel: Any,
+        constants: tuple[Any, ...],
+        typed: dict[int, torch.dtype],
+        key: tuple[Any, ...],
+        **options: int,
+    ) -> None:
+        self.kernel, self.constants, self.typed, self.key, self.options = kernel, constants, typed, key, options
+        self.compiled: dict[bool, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], aligned: bool = True) -> None:
+        """Launches; aligned says whether the arguments whose alignment the kernel makes use of are."""
+        compiled = self.compiled.get(aligned)
+        if compiled is not None:
+            compiled[grid](*arguments, *self.constants)
+            return
+        whole = (self.kernel.__name__, self.constants, self.key, aligned)
+        if _compiled.get(whole) is None:
+            first = tuple(x.view(self.typed[i]) if i in self.typed else x for i, x in enumerate(arguments))
+            _compiled[whole] = self.kernel[grid](*first, *self.constants, **self.options)
+            self.compiled[aligned] = _compiled[whole]
+        else:
+            self.compiled[aligned] = _compiled[whole]
+            self(grid, arguments, aligned)

@@ -25,9 +25,7 @@ def require(condition: bool, message: str) -> None:
 def check_scalars(
     softmax_scale: float, window: int | None, p: str, qk_format: str, offset: float, delta: float
 ) -> None:
-    require(
-        0 < softmax_scale < math.inf, f"softmax_scale={softmax_scale!r} is not accepted; it is positive and finite"
-    )
+    require(0 < softmax_scale < math.inf, f"softmax_scale={softmax_scale!r} is not accepted; it is positive and finite")
     require(
         window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 0),
         f"window={window!r} is not accepted; None, or how many earlier keys a query sees, >= 0",

@@ -1,8 +1,8 @@
 """FP8 prefill attention for Hopper, in Gluon: two consumer warpgroups of 64 queries and a producer warp.
 
-The numerics are those of `prefill_kernel`, one maximum and one block exponent per tile of 128 keys. What is different is
-the schedule. The producer fills rings of K tiles (from the cache, a TMA box per page) and of V tiles (key-major, from the
-workspace of `transpose`). A consumer, per tile:
+The numerics are those of `prefill_kernel`, one maximum and one block exponent per tile of 128 keys. What is different
+is the schedule. The producer fills rings of K tiles (from the cache, a TMA box per page) and of V tiles (key-major, from
+the workspace of `transpose`); a stage holds a tile of V and the K of the tile after it. A consumer, per tile:
 
     wait for S = Q·K            the tile before it is still in the tensor cores of the other consumer
     softmax                     row maximum, exponent, codes of P; one FFMA and half an F2IP a score where P is lean
@@ -10,8 +10,8 @@ workspace of `transpose`). A consumer, per tile:
     issue the next Q·K          back to back behind them
     wait for P·V                O = O · factor + P·V in fp32, while the next Q·K runs
 
-CTAs are persistent and take tiles of queries from the longest to the shortest, there and back ("snake"), so that each
-gets about the same work.
+CTAs are persistent and take tiles of queries from the longest to the shortest, dealt there and back, so that each gets
+about the same work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-
 LEAST_EXPONENT = gl.constexpr(-60.0)
 SMALLEST_SCALE = gl.constexpr(1e-30)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -42,23 +41,28 @@ def _maximum(a, b):
 
 
 @gluon.jit
-def _place(index, m_blocks, heads, sequences, section):
-    """(query tile, head, sequence) of the index-th piece of work: sections of heads, in each the longest tiles first."""
-    combos = heads * sequences
-    number = index // (section * m_blocks)
-    within = index % (section * m_blocks)
-    size = gl.minimum(section, combos - number * section)
-    tile_m = m_blocks - 1 - within // size
-    combo = number * section + within % size
-    return tile_m, combo % heads, combo // heads
+def _turns(m_blocks, combinations, section):
+    """How often a CTA takes a tile: a whole number of rounds for each section of heads."""
+    return gl.cdiv(combinations, section) * gl.cdiv(section * m_blocks, gl.num_programs(0))
 
 
 @gluon.jit
-def _index(turn, total):
-    """The turn-th piece of work of this CTA."""
+def _place(turn, m_blocks, heads, combinations, section):
+    """(whether there is one, query tile, head, sequence) of this CTA's turn-th tile.
+
+    The (sequence, head) pairs are taken in sections; in each the longest tiles come first, dealt to the CTAs there and
+    back, and the next section begins at the other end.
+    """
     n = gl.num_programs(0)
     pid = gl.program_id(0)
-    return turn * n + gl.where(turn % 2 == 0, pid, n - 1 - pid)
+    rounds = gl.cdiv(section * m_blocks, n)
+    number = turn // rounds
+    dealt = turn % rounds
+    rank = dealt * n + gl.where((number + dealt) % 2 == 0, pid, n - 1 - pid)
+    size = gl.minimum(section, combinations - number * section)
+    tile_m = m_blocks - 1 - rank // size
+    combination = number * section + rank % size
+    return tile_m >= 0, tile_m, combination % heads, combination // heads
 
 
 @gluon.jit
@@ -142,14 +146,12 @@ def _producer(
     D1: gl.constexpr = q1_desc.block_shape[1]
     DV: gl.constexpr = vt_desc.block_shape[0]
     kv_heads = heads // group
-    total = m_blocks * heads * sequences
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     q_phase = gl.to_tensor(1)
-    for turn in range(gl.cdiv(total, gl.num_programs(0))):
-        index = _index(turn, total)
-        if index < total:
-            tile_m, head, local = _place(index, m_blocks, heads, sequences, section)
+    for turn in range(_turns(m_blocks, heads * sequences, section)):
+        exists, tile_m, head, local = _place(turn, m_blocks, heads, heads * sequences, section)
+        if exists:
             seq = first_sequence + local
             first_row, queries, first_key, length, begin, end = _extent(
                 seq, tile_m, cu_seqlens_q, lengths_k, window, PAGED, CAUSAL, WINDOW
@@ -269,7 +271,9 @@ def _mask(
 
 
 @gluon.jit
-def _issue_scores(q1_smem, q2_smem, k1_smem, k2_smem, stage, D2: gl.constexpr, INT8: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _issue_scores(
+    q1_smem, q2_smem, k1_smem, k2_smem, stage, D2: gl.constexpr, INT8: gl.constexpr, S_LAYOUT: gl.constexpr
+):
     zero = gl.zeros([ROWS, 128], gl.int32 if INT8 else gl.float32, S_LAYOUT)
     s = warpgroup_mma(q1_smem, k1_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     if D2:
@@ -292,6 +296,16 @@ def _next(stage, phase, STAGES: gl.constexpr):
         stage = gl.to_tensor(0)
         phase ^= 1
     return stage, phase
+
+
+@gluon.jit
+def _noted(bad, begin, end):
+    """Not 0 if one of the tiles begin … end of a head holds a NaN; every warp looks at all of them."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    found = gl.to_tensor(0)
+    for first in range(begin, end, 128):
+        found |= gl.max(gl.load(bad + first + lane, mask=first + lane < end, other=0), 0)
+    return found
 
 
 @gluon.jit
@@ -379,17 +393,15 @@ def _consumer(
     q2 = q2_smem.index(W)
     ones = ones_smem.permute((1, 0))
     kv_heads = heads // group
-    total = m_blocks * heads * sequences
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
     turn_phase = gl.to_tensor(W)
     zero_o = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
     zero_l = gl.zeros([ROWS, 8], gl.float32, L_LAYOUT)
-    for turn in range(gl.cdiv(total, gl.num_programs(0))):
-        index = _index(turn, total)
-        if index < total:
-            tile_m, head, local = _place(index, m_blocks, heads, sequences, section)
+    for turn in range(_turns(m_blocks, heads * sequences, section)):
+        exists, tile_m, head, local = _place(turn, m_blocks, heads, heads * sequences, section)
+        if exists:
             seq = first_sequence + local
             first_row, queries, first_key, length, begin, end = _extent(
                 seq, tile_m, cu_seqlens_q, lengths_k, window, PAGED, CAUSAL, WINDOW
@@ -407,6 +419,7 @@ def _consumer(
                 )
                 c = c * (gl.load(k_scale + kv_head * k_scale_stride) * softmax_scale_log2)
                 c = gl.where(c < SMALLEST_SCALE, SMALLEST_SCALE, c)
+                v_factor = gl.load(v_scale + kv_head * v_scale_stride)
                 m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
                 e = gl.zeros([ROWS], gl.float32, ROW)
                 o = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
@@ -450,6 +463,7 @@ def _consumer(
                 mbarrier.wait(full.index(stage), phase)
                 pv = warpgroup_mma(p, v_smem.index(stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
                 pl = warpgroup_mma(gl.convert_layout(p, PL_LAYOUT), ones, zero_l, use_acc=False, is_async=True)
+                noted = _noted(bad + (local * kv_heads + kv_head) * tiles, begin, end)
                 pv, pl = warpgroup_mma_wait(0, deps=(pv, pl))
                 mbarrier.arrive(empty.index(stage), count=1)
                 o = _accumulate(o, factor, pv, ROW_O)
@@ -458,14 +472,11 @@ def _consumer(
 
                 denominator = gl.convert_layout(gl.max(total_p, 1), ROW)
                 inverse = 1.0 / gl.where(denominator == 0.0, 1.0, denominator)
-                inverse = inverse * gl.load(v_scale + kv_head * v_scale_stride)
+                inverse = inverse * v_factor
                 row_lse = LN2 * (gl.fma(m, c, e - OFFSET) + gl.log2(denominator))
                 row_lse = gl.where(m == float("-inf"), float("-inf"), row_lse)
                 o = o * gl.convert_layout(inverse, ROW_O).expand_dims(1)
 
-                noted = gl.to_tensor(0)
-                for tile in range(begin, end):
-                    noted |= gl.load(bad + ((local * tiles + tile) * kv_heads + kv_head).to(gl.int64))
                 if noted != 0:
                     channel = gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT))
                     q_channel = gl.arange(0, D1, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -509,7 +520,14 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        "first_sequence", "sequences", "table_stride", "m_blocks", "section", "tiles", "window", "lse_stride_h"
+        "first_sequence",
+        "sequences",
+        "table_stride",
+        "m_blocks",
+        "section",
+        "tiles",
+        "window",
+        "lse_stride_h",
     ],
     do_not_specialize_on_alignment=["q_scale", "bad", "lse", "block_table", "cu_seqlens_q", "lengths_k"],
 )
@@ -617,7 +635,8 @@ def hopper_kernel(
                 first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
                 softmax_scale_log2, delta, q_scale_stride_t, q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h,
                 v_stride_b, v_stride_t, v_stride_h, out_stride_t, out_stride_h, lse_stride_h, k_scale_stride,
-                v_scale_stride, gl.constexpr(0), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED,
+                v_scale_stride, gl.constexpr(0), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES,
+                ORDERED,
             )),
             (_consumer, (
                 q1_smem, q2_smem, k1_smem, k2_smem, v_smem, ones_smem,
@@ -626,7 +645,8 @@ def hopper_kernel(
                 first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
                 softmax_scale_log2, delta, q_scale_stride_t, q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h,
                 v_stride_b, v_stride_t, v_stride_h, out_stride_t, out_stride_h, lse_stride_h, k_scale_stride,
-                v_scale_stride, gl.constexpr(1), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED,
+                v_scale_stride, gl.constexpr(1), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES,
+                ORDERED,
             )),
             (_producer, (
                 q1_desc, q2_desc, k1_desc, k2_desc, vt_desc, q1_smem, q2_smem, k1_smem, k2_smem, v_smem,
@@ -639,4 +659,3 @@ def hopper_kernel(
         [CONSUMER_REGS, PRODUCER_REGS],
     )
     # fmt: on
-

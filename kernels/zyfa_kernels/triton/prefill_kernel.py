@@ -221,9 +221,9 @@ def prefill_kernel(
             q2 = tl.load(q_rows[:, None] + (D1 + d2)[None, :], mask=live_row[:, None], other=0)
         q1 = _operand(q1, HALF, INT8)
         q2 = _operand(q2, HALF, INT8) if D2 else q1
-        c = tl.load(
-            q_scale + token * q_scale_stride_t + head * q_scale_stride_h, mask=live_row, other=0.0
-        ) * (tl.load(k_scale + kv_head * k_scale_stride) * softmax_scale_log2)
+        c = tl.load(q_scale + token * q_scale_stride_t + head * q_scale_stride_h, mask=live_row, other=0.0) * (
+            tl.load(k_scale + kv_head * k_scale_stride) * softmax_scale_log2
+        )
         c = tl.where(c < SMALLEST_SCALE, SMALLEST_SCALE, c)
         m = tl.full([TILE_M], float("-inf"), tl.float32)
         e = tl.zeros([TILE_M], tl.float32)
@@ -251,7 +251,16 @@ def prefill_kernel(
 
         for n0 in tl.range(begin, full, TILE):
             rows = _row_pointers(
-                k_head, n0 + column, block_table, seq, table_stride, first_key, k_stride_b, k_stride_t, column >= 0, BLOCK
+                k_head,
+                n0 + column,
+                block_table,
+                seq,
+                table_stride,
+                first_key,
+                k_stride_b,
+                k_stride_t,
+                column >= 0,
+                BLOCK,
             )
             k1 = tl.load(rows[:, None] + d1[None, :])
             if D2:
@@ -296,8 +305,9 @@ def prefill_kernel(
         row_lse = tl.where(m == float("-inf"), float("-inf"), row_lse)
 
         noted = 0
-        for tile in tl.range(begin // TILE, tl.cdiv(end, TILE)):
-            noted |= tl.load(bad + (local * tiles + tile).to(tl.int64) * heads + kv_head)
+        noted_of = bad + (local * heads + kv_head).to(tl.int64) * tiles
+        for first in tl.range(begin // TILE, tl.cdiv(end, TILE), TILE):
+            noted |= tl.max(tl.load(noted_of + first + column, mask=first + column < tl.cdiv(end, TILE), other=0), 0)
         if noted != 0:
             for key in tl.range(begin, end):
                 row_key = _row_pointers(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 import triton
 
@@ -51,7 +51,7 @@ class Target:
 def target_of(device: torch.device) -> Target:
     """The target of a torch device; the CPU stands for Triton's interpreter."""
     if device.type == "cpu":
-        return Target("triton", "Triton's interpreter", half=False, native=False, ptx=False, device="interpreter")
+        return Target("triton", "Triton's interpreter", half=True, native=False, ptx=False, device="interpreter")
     return _gpu(device.index if device.index is not None else torch.cuda.current_device())
 
 
@@ -73,7 +73,9 @@ def target_named(backend: str, arch: str | int, name: str = "") -> Target:
     arch = int(arch)
     device = "h200" if "H200" in name else f"sm_{arch}"
     if arch == 90 and has_gluon():
-        return Target("hopper", f"warp-specialised wgmma kernel on sm_{arch}", half=False, native=True, ptx=True, device=device)
+        return Target(
+            "hopper", f"warp-specialised wgmma kernel on sm_{arch}", half=False, native=True, ptx=True, device=device
+        )
     half = arch < 89
     reason = f"plain Triton, {'fp8 codes widened to fp16' if half else 'fp8 products'} on sm_{arch}"
     return Target("triton", reason, half=half, native=not half, ptx=True, device=device)

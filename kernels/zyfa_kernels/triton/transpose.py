@@ -83,7 +83,9 @@ def transpose_kernel(
             first = n0 + quad * 4
             far: tl.constexpr = 2
         v += head.to(tl.int64) * v_stride_h
-        r0 = _load_words(v, first, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK)
+        r0 = _load_words(
+            v, first, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
+        )
         r1 = _load_words(
             v, first + 1, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
         )
@@ -94,7 +96,7 @@ def transpose_kernel(
             v, first + far + 1, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
         )
         n_0, n_1, n_2, n_3 = _nan_bytes(r0), _nan_bytes(r1), _nan_bytes(r2), _nan_bytes(r3)
-        noted = (tl.max(tl.max(n_0 | n_1 | n_2 | n_3, 1), 0) != 0).to(tl.int32)
+        noted = tl.max(tl.max(((n_0 | n_1 | n_2 | n_3) != 0).to(tl.int32), 1), 0)
         r0, r1, r2, r3 = r0 & ~n_0, r1 & ~n_1, r2 & ~n_2, r3 & ~n_3
         slot = (local * tiles + tile).to(tl.int64) * heads + head
         to = vt + slot * (DV * TILE // 4) + word[None, :] * TILE + quad[:, None]
@@ -121,7 +123,7 @@ def transpose_kernel(
                 BLOCK,
                 TILE,
             )
-        tl.store(bad + slot, noted)
+        tl.store(bad + (local * heads + head).to(tl.int64) * tiles + tile, noted)
 
 
 @triton.jit
@@ -163,4 +165,4 @@ def _bad_keys(
         x = _load_words(k, keys, word, length, block_table, seq, table_stride, first_key, stride_b, stride_t, BLOCK)
         x = x ^ -0x7F7F7F80
         found |= (x - 0x01010101) & ~x & -0x7F7F7F80
-    return (tl.max(tl.max(found != 0, 1), 0) != 0).to(tl.int32) * 2
+    return tl.max(tl.max((found != 0).to(tl.int32), 1), 0) * 2
