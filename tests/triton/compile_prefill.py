@@ -18,7 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TARGETS = {"sm_90": ("cuda", 90, 32), "sm_80": ("cuda", 80, 32), "gfx950": ("hip", "gfx950", 64), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {
+    "sm_90": ("cuda", 90, 32),
+    "sm_80": ("cuda", 80, 32),
+    "gfx950": ("hip", "gfx950", 64),
+    "gfx942": ("hip", "gfx942", 64),
+}
 HEADS, GROUP = 8, 4
 
 
@@ -70,7 +75,7 @@ def hopper(target: str, case: dict[str, Any]) -> Any:
         v_stride_b=block * token * dv, v_stride_t=token * dv, v_stride_h=dv, out_stride_t=HEADS * dv, out_stride_h=dv,
         k_scale_stride=1, v_scale_stride=1, D2=64 if d == 192 else 0, BLOCK=block, CAUSAL=True, WINDOW=case["window"],
         LEAN=case["lean"], INT8=case["int8"], OFFSET=8.0, LSE=True, FP8_OUT=case["fp8_out"],
-        STAGES=DEFAULT_HOPPER["stages"], ORDERED=False, CONSUMER_REGS=DEFAULT_HOPPER["consumer_registers"],
+        STAGES=DEFAULT_HOPPER["stages"], CONSUMER_REGS=DEFAULT_HOPPER["consumer_registers"],
         PRODUCER_REGS=DEFAULT_HOPPER["producer_registers"],
     )  # fmt: skip
     return GluonASTSource, kernel, types, constants, {"num_warps": 4}

@@ -28,7 +28,9 @@ def compiled(target: str, kernels: tuple[str, ...]) -> dict[str, list[dict]]:
     script = Path(__file__).with_name("compile_prefill.py")
     jobs = [(kernel, target, case) for kernel in kernels for case in CASES]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, str(script), json.dumps(jobs)], env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, str(script), json.dumps(jobs)], env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return {kernel: lines[i * len(CASES) : (i + 1) * len(CASES)] for i, kernel in enumerate(kernels)}

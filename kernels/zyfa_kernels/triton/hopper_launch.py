@@ -60,7 +60,6 @@ class HopperAttention:
             call.with_lse,
             call.fp8_out,
             options["stages"],
-            bool(options["ordered"]),
             options["consumer_registers"],
             options["producer_registers"],
         )

@@ -309,45 +309,47 @@ def prefill_kernel(
         for first in tl.range(begin // TILE, tl.cdiv(end, TILE), TILE):
             noted |= tl.max(tl.load(noted_of + first + column, mask=first + column < tl.cdiv(end, TILE), other=0), 0)
         if noted != 0:
-            for key in tl.range(begin, end):
-                row_key = _row_pointers(
-                    v + kv_head.to(tl.int64) * v_stride_h,
-                    key,
-                    block_table,
-                    seq,
-                    table_stride,
-                    first_key,
-                    v_stride_b,
-                    v_stride_t,
-                    key >= 0,
-                    BLOCK,
-                )
-                hit = (tl.load(row_key + d_v) & 0x7F) == 0x7F
-                sees = position >= begin
-                if CAUSAL:
-                    sees = sees & (key <= position)
-                if WINDOW:
-                    sees = sees & (key >= position - window)
-                o = tl.where(sees[:, None] & hit[None, :], float("nan"), o)
-                if INT8:
-                    row_key = _row_pointers(
-                        k_head,
-                        key,
-                        block_table,
-                        seq,
-                        table_stride,
-                        first_key,
-                        k_stride_b,
-                        k_stride_t,
-                        key >= 0,
-                        BLOCK,
-                    )
-                    spoilt = tl.max((tl.load(row_key + d1) == -128).to(tl.int32), 0)
-                    if D2:
-                        spoilt |= tl.max((tl.load(row_key + D1 + d2) == -128).to(tl.int32), 0)
-                    spoilt_row = sees & (spoilt != 0)
-                    o = tl.where(spoilt_row[:, None], float("nan"), o)
-                    row_lse = tl.where(spoilt_row, float("nan"), row_lse)
+            for tile in tl.range(begin // TILE, tl.cdiv(end, TILE)):
+                if tl.load(noted_of + tile) != 0:
+                    for key in tl.range(tile * TILE, tl.minimum(tile * TILE + TILE, length)):
+                        row_key = _row_pointers(
+                            v + kv_head.to(tl.int64) * v_stride_h,
+                            key,
+                            block_table,
+                            seq,
+                            table_stride,
+                            first_key,
+                            v_stride_b,
+                            v_stride_t,
+                            key >= 0,
+                            BLOCK,
+                        )
+                        hit = (tl.load(row_key + d_v) & 0x7F) == 0x7F
+                        sees = live_row
+                        if CAUSAL:
+                            sees = sees & (key <= position)
+                        if WINDOW:
+                            sees = sees & (key >= position - window)
+                        o = tl.where(sees[:, None] & hit[None, :], float("nan"), o)
+                        if INT8:
+                            row_key = _row_pointers(
+                                k_head,
+                                key,
+                                block_table,
+                                seq,
+                                table_stride,
+                                first_key,
+                                k_stride_b,
+                                k_stride_t,
+                                key >= 0,
+                                BLOCK,
+                            )
+                            spoilt = tl.max((tl.load(row_key + d1) == -128).to(tl.int32), 0)
+                            if D2:
+                                spoilt |= tl.max((tl.load(row_key + D1 + d2) == -128).to(tl.int32), 0)
+                            spoilt_row = sees & (spoilt != 0)
+                            o = tl.where(spoilt_row[:, None], float("nan"), o)
+                            row_lse = tl.where(spoilt_row, float("nan"), row_lse)
 
         if FP8_OUT:
             o = o / tl.load(out_scale)

@@ -16,7 +16,6 @@ DEFAULT_TILES = {"tile_m": 64, "num_warps": 4, "num_stages": 3}
 # section_bytes: of K and V that CTAs work on at a time, so that they stay in L2.
 DEFAULT_HOPPER = {
     "stages": 3,
-    "ordered": 0,
     "consumer_registers": 240,
     "producer_registers": 24,
     "section_bytes": 32 << 20,
