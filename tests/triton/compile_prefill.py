@@ -1,4 +1,4 @@
-"""Compiles prefill kernels for GPUs that need not be there: `python compile_prefill.py '[["hopper", "sm_90", {…}], …]'`.
+"""Compiles prefill kernels for GPUs that need not be there: `compile_prefill.py '[["hopper", "sm_90", {…}], …]'`.
 
 Prints a line of JSON for each: its shared memory, and how often each operation of SASS, or of MFMA, occurs.
 """
@@ -50,7 +50,6 @@ def plain(target: str, case: dict[str, Any]) -> Any:
 def hopper(target: str, case: dict[str, Any]) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
-
     from zyfa_kernels.triton.prefill_hopper import hopper_kernel as kernel
     from zyfa_kernels.triton.targets import DEFAULT_HOPPER
 

@@ -51,7 +51,7 @@ def test_amd(target):
 
 @pytest.mark.slow
 def test_hopper():
-    """Products by wgmma, lean codes by F2IP (half an instruction a code), nothing moved between lanes but row maxima."""
+    """Products by wgmma, lean codes by F2IP (half an instruction a code), nothing moved across lanes but maxima."""
     kernels = compiled("sm_90", ("hopper", "plain", "transpose"))
     for case, facts in zip(CASES, kernels["hopper"], strict=True):
         assert count(facts, "QGMMA") + count(facts, "IGMMA") >= 32
