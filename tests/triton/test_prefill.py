@@ -198,6 +198,13 @@ def test_rows_without_a_key():
     assert same_bits(out[30:], out_tail) and same_bits(lse[:, 30:].contiguous(), lse_tail)
 
 
+def test_no_keys_at_all():
+    b = batch([(3, 3)], 2, 1, 64)
+    none = Batch(b.q, [rows(b.k[0], slice(0, 0))], [rows(b.v[0], slice(0, 0))], b.config)
+    out, lse = run(none, block=None, device=DEVICE)
+    assert not out.any() and bool((lse == -math.inf).all())
+
+
 def test_fp8_output():
     b = batch([(40, 100)], 2, 1, 64)
     scale = torch.tensor([0.0005], device=DEVICE)

@@ -18,10 +18,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
+from zyfa_kernels.triton import prefill_hopper  # noqa: E402
 from zyfa_kernels.triton.prefill import implementation, prefill  # noqa: E402
 
 from tests.triton import specification  # noqa: E402
-from zyfa_kernels.triton import prefill_hopper  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

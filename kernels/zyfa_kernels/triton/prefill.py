@@ -47,14 +47,17 @@ def prefill(
 
     q: [T, Hq, D] codes, rotated and quantised, e4m3 (uint8 or float8_e4m3fn) or int8; q_scale: fp32 [T, Hq].
     k_cache, v_cache: [num_blocks, block_size, Hkv, D or Dv], block_size 16, 32, 64 or 128, any strides that are
-    multiples of 16 with the channels adjacent; K rotated and in qk_format, V in e4m3. With block_table None they are
-    packed, [Tk, Hkv, D or Dv], and cu_seqlens_k int32 [B + 1] says where sequences begin.
+    multiples of 16 with the channels adjacent (on Hopper those of blocks and heads multiples of the tokens', or the
+    heads within a token, as in every layout of vLLM's); K rotated and in qk_format, V in e4m3. With block_table None
+    they are packed, [Tk, Hkv, D or Dv], and cu_seqlens_k int32 [B + 1] says where sequences begin.
     (D, Dv): (64, 64), (128, 128) or (192, 128); Hq a multiple of Hkv.
     k_scale, v_scale: fp32 [Hkv] or [1].
     cu_seqlens_q: int32 [B + 1]; seqlens_k: int32 [B], keys of each sequence, its queries included; block_table: int32
-    [B, n]. max_seqlen_q, max_seqlen_k: at least the longest of the batch; rows beyond them are not computed.
+    [B, n]. max_seqlen_q, max_seqlen_k: at least the longest of the batch, which nothing can check without waiting.
     window: a query at position p sees no key before p - window; None is unlimited. causal: none after p.
-    p: "lean" or "exact" probabilities; offset and delta as in the specification.
+    p: "lean" or "exact" probabilities; offset and delta as in the specification. The running maximum and the block
+    exponent are renewed every 128 keys; the reference (tile=128) has an exponent per 64, which only an offset under 4
+    lets one see.
     out: [T, Hq, Dv] bf16 or fp16, or float8_e4m3fn with out_scale fp32 [1] (codes of the result / out_scale,
     saturated); bf16 if None. lse: fp32 [Hq, T] to write, True for a new one, None for none.
 

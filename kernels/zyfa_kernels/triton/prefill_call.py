@@ -45,7 +45,8 @@ class Call:
         self.tiles = triton.cdiv(self.max_seqlen_k, TILE)
         self.per_sequence = self.tiles * self.hkv * self.dv * TILE
         self.step = min(self.batch, max(1, workspace_bytes // self.per_sequence))
-        self.empty = self.tokens == 0 or self.batch == 0 or self.max_seqlen_q == 0
+        self.without_keys = k.numel() == 0
+        self.empty = self.without_keys or self.tokens == 0 or self.batch == 0 or self.max_seqlen_q == 0
         if self.empty:
             return
         self.transpose = self._transpose_launch()
@@ -58,6 +59,10 @@ class Call:
 
     def run(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         """Launches, for tensors of the shapes, strides and dtypes that the call was prepared with."""
+        if self.without_keys:
+            tensors[6].zero_()
+            if tensors[8] is not None:
+                tensors[8].fill_(-math.inf)
         if self.empty:
             return
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:

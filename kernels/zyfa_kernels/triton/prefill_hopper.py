@@ -1,8 +1,8 @@
 """FP8 prefill attention for Hopper, in Gluon: two consumer warpgroups of 64 queries and a producer warp.
 
 The numerics are those of `prefill_kernel`, one maximum and one block exponent per tile of 128 keys. What is different
-is the schedule. The producer fills a ring of stages, each a tile of V (key-major, from the workspace of `transpose`) and
-the tile of K after it (from the cache, a TMA box per page, the pages fetched a tile ahead). A consumer, per tile:
+is the schedule. The producer fills a ring of stages, each a tile of V (key-major, from the workspace of `transpose`)
+and the tile of K after it (from the cache, a TMA box per page, the pages fetched a tile ahead). A consumer, per tile:
 
     wait for S = Q·K            meanwhile the tensor cores work for the other consumer
     softmax                     row maximum, exponent, codes of P; one FFMA and half an F2IP a score where P is lean

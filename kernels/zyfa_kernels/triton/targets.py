@@ -87,5 +87,7 @@ def has_gluon() -> bool:
 
 @cache
 def _tiles() -> dict[str, Any]:
+    if not CONFIGS.exists():  # installed without the repository: the defaults serve
+        return {}
     with open(CONFIGS, "rb") as stream:
         return tomllib.load(stream)
