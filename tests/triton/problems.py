@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from zyfa_kernels.triton.prefill import prefill
 
 from tests.attention_cases import inputs, operands
 from zyfa_backend import reference
 from zyfa_backend.config import AttentionConfig
 from zyfa_backend.quantization import Quantized
-from zyfa_kernels.triton.prefill import prefill
 
 CONFIG = AttentionConfig(tile=128, arithmetic="fused")
 SCALE = 0.11
@@ -67,9 +67,7 @@ def batch(
 def expected(b: Batch, causal: bool, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """out [T, Hq, Dv] and lse [Hq, T] of the reference, sequence by sequence."""
     results = [
-        reference.attend(
-            q, k, v, softmax_scale=SCALE, causal=causal, window=window, config=b.config, out_dtype=dtype
-        )
+        reference.attend(q, k, v, softmax_scale=SCALE, causal=causal, window=window, config=b.config, out_dtype=dtype)
         for q, k, v in zip(b.q, b.k, b.v, strict=True)
     ]
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], dim=1)

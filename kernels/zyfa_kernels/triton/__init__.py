@@ -1,1 +1,1 @@
-"""Kernels in Triton, for the GPUs that it supports."""
+"""Kernels in Triton, for any GPU that it compiles for."""

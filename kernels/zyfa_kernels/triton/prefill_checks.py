@@ -25,9 +25,7 @@ def require(condition: bool, message: str) -> None:
 def check_scalars(
     softmax_scale: float, window: int | None, p: str, qk_format: str, offset: float, delta: float
 ) -> None:
-    require(
-        0 < softmax_scale < math.inf, f"softmax_scale={softmax_scale!r} is not accepted; it is positive and finite"
-    )
+    require(0 < softmax_scale < math.inf, f"softmax_scale={softmax_scale!r} is not accepted; it is positive and finite")
     require(
         window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 0),
         f"window={window!r} is not accepted; None, or how many earlier keys a query sees, >= 0",
@@ -76,8 +74,7 @@ def check_operands(q: Any, k: Any, v: Any, qk_format: str, paged: bool) -> None:
         )
 
 
-def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_table: Any, device: Any) -> int:
-    """Number of sequences."""
+def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_table: Any, device: Any) -> None:
     if block_table is None:
         require(cu_seqlens_k is not None, "block_table is None: keys are packed, so cu_seqlens_k must be given")
     else:
@@ -105,7 +102,14 @@ def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_ta
             seqlens_k.shape[0] == batch and block_table.shape[0] == batch,
             f"seqlens_k has {seqlens_k.shape[0]} and block_table {block_table.shape[0]} rows for {batch} sequences",
         )
-    return batch
+
+
+def check_room(max_seqlen_k: int, block_table: Any, k_cache: Any) -> None:
+    if block_table is not None:
+        room = block_table.shape[1] * k_cache.shape[1]
+        require(
+            max_seqlen_k <= room, f"max_seqlen_k={max_seqlen_k} is more than the {room} tokens of a block_table row"
+        )
 
 
 def check_scales(q: Any, q_scale: Any, k_scale: Any, v_scale: Any, hkv: int) -> None:

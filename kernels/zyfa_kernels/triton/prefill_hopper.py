@@ -1,530 +1,54 @@
 """FP8 prefill attention for Hopper, in Gluon: two consumer warpgroups of 64 queries and a producer warp.
 
-The numerics are those of `prefill_kernel`, one maximum and one block exponent per tile of 128 keys. What is different is
-the schedule. The producer fills rings of K tiles (from the cache, a TMA box per page) and of V tiles (key-major, from the
-workspace of `transpose`). A consumer, per tile:
+The numerics are those of `prefill_kernel`, one maximum and one block exponent per tile of 128 keys. What is different
+is the schedule. The producer fills a ring of stages, each a tile of V (key-major, from the workspace of `transpose`)
+and the tile of K after it (from the cache, a TMA box per page, the pages fetched a tile ahead). A consumer, per tile:
 
-    wait for S = Q·K            the tile before it is still in the tensor cores of the other consumer
+    wait for S = Q·K            meanwhile the tensor cores work for the other consumer
     softmax                     row maximum, exponent, codes of P; one FFMA and half an F2IP a score where P is lean
     issue P·V and P·1           P stays in registers: the workspace holds the keys in the accumulator's order
     issue the next Q·K          back to back behind them
     wait for P·V                O = O · factor + P·V in fp32, while the next Q·K runs
 
-CTAs are persistent and take tiles of queries from the longest to the shortest, there and back ("snake"), so that each
-gets about the same work.
+CTAs are persistent and take tiles of queries from the longest to the shortest, dealt there and back, so that each gets
+about the same work.
+
+What each step gave on an H200, TFLOP/s at 4,096 / 16,384 tokens, 32 heads of 128, causal, pages of 16 tokens, V's
+transposition included (raw figures: examples/results/prefill_h200.json; the spread between runs is up to 8%):
+
+    plain Triton with the second-level accumulator                                      - / 341
+    this schedule, K and V in rings of their own                                        - / 935
+    one ring, one arrival a tile, pages fetched a tile ahead                          850 / 984
+    NaN notes read 128 tiles at once, sections of heads dealt evenly to the CTAs      893 / 1143
+
+P·1 on the tensor cores costs 0 to 4% against no row sum at all (a bound, not a result). Four stages instead of three,
+and a barrier that makes the consumers take turns, changed nothing beyond the spread.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from zyfa_kernels.triton.hopper_consumer import consumer
+from zyfa_kernels.triton.hopper_producer import producer
+from zyfa_kernels.triton.hopper_schedule import ROWS
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "first_sequence",
+        "sequences",
+        "table_stride",
+        "m_blocks",
+        "section",
+        "tiles",
+        "window",
+        "lse_stride_h",
+    ],
+    do_not_specialize_on_alignment=["q_scale", "bad", "lse", "block_table", "cu_seqlens_q", "lengths_k"],
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from zyfa_kernels.triton.prefill_checks import require
-from zyfa_kernels.triton.transpose import TILE
-
-LEAST_EXPONENT = gl.constexpr(-60.0)
-SMALLEST_SCALE = gl.constexpr(1e-30)
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = 1.4426950408889634
-ROWS = gl.constexpr(64)  # of a consumer: the height of a wgmma
-
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _maximum(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _place(index, m_blocks, heads, sequences, section):
-    """(query tile, head, sequence) of the index-th piece of work: sections of heads, in each the longest tiles first."""
-    combos = heads * sequences
-    number = index // (section * m_blocks)
-    within = index % (section * m_blocks)
-    size = gl.minimum(section, combos - number * section)
-    tile_m = m_blocks - 1 - within // size
-    combo = number * section + within % size
-    return tile_m, combo % heads, combo // heads
-
-
-@gluon.jit
-def _index(turn, total):
-    """The turn-th piece of work of this CTA."""
-    n = gl.num_programs(0)
-    pid = gl.program_id(0)
-    return turn * n + gl.where(turn % 2 == 0, pid, n - 1 - pid)
-
-
-@gluon.jit
-def _extent(
-    seq, tile_m, cu_seqlens_q, lengths_k, window, PAGED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
-):
-    """(first token, queries, first key, keys, first and end tile of keys) of a tile of queries."""
-    first_row = gl.load(cu_seqlens_q + seq)
-    queries = gl.load(cu_seqlens_q + seq + 1) - first_row
-    if PAGED:
-        first_key = gl.to_tensor(0)
-        length = gl.load(lengths_k + seq)
-    else:
-        first_key = gl.load(lengths_k + seq)
-        length = gl.load(lengths_k + seq + 1) - first_key
-    row = tile_m * (2 * ROWS)
-    first_position = length - queries + row
-    end = length
-    if CAUSAL:
-        end = gl.minimum(end, first_position + gl.minimum(2 * ROWS, queries - row))
-    begin = gl.to_tensor(0)
-    if WINDOW:
-        begin = gl.maximum(first_position - window, 0) // 128
-    # At least one tile, all masked: then no loop is empty.
-    end = gl.maximum((end + 127) // 128, begin + 1)
-    return first_row, queries, first_key, length, begin, end
-
-
-@gluon.jit
-def _producer(
-    q1_desc,
-    q2_desc,
-    k1_desc,
-    k2_desc,
-    vt_desc,
-    q1_smem,
-    q2_smem,
-    k1_smem,
-    k2_smem,
-    v_smem,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    block_table,
-    cu_seqlens_q,
-    lengths_k,
-    first_sequence,
-    sequences,
-    table_stride,
-    heads,
-    group,
-    m_blocks,
-    section,
-    tiles,
-    window,
-    q_row_h,
-    q_col_h,
-    k_row_b,
-    k_row_h,
-    k_col_h,
-    D2: gl.constexpr,
-    BLOCK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    PAGED: gl.constexpr = BLOCK > 0
-    BOX: gl.constexpr = k1_desc.block_shape[0]
-    D1: gl.constexpr = q1_desc.block_shape[1]
-    DV: gl.constexpr = vt_desc.block_shape[0]
-    kv_heads = heads // group
-    total = m_blocks * heads * sequences
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    q_phase = gl.to_tensor(1)
-    for turn in range(gl.cdiv(total, gl.num_programs(0))):
-        index = _index(turn, total)
-        if index < total:
-            tile_m, head, local = _place(index, m_blocks, heads, sequences, section)
-            seq = first_sequence + local
-            first_row, queries, first_key, length, begin, end = _extent(
-                seq, tile_m, cu_seqlens_q, lengths_k, window, PAGED, CAUSAL, WINDOW
-            )
-            if tile_m * (2 * ROWS) < queries:
-                kv_head = head // group
-                for w in gl.static_range(2):
-                    mbarrier.wait(q_empty.index(w), q_phase)
-                    mbarrier.expect(q_full.index(w), ROWS * (D1 + D2))
-                    row = first_row + tile_m * (2 * ROWS) + w * ROWS + head * q_row_h
-                    tma_load(q1_desc, [row, head * q_col_h], q_full.index(w), q1_smem.index(w))
-                    if D2:
-                        tma_load(q2_desc, [row, head * q_col_h + D1], q_full.index(w), q2_smem.index(w))
-                q_phase ^= 1
-                pages = block_table + seq.to(gl.int64) * table_stride
-                for tile in range(begin, end):
-                    if not PAGED:
-                        mbarrier.wait(k_empty.index(stage), phase)
-                        mbarrier.expect(k_full.index(stage), 128 * (D1 + D2))
-                    for part in gl.static_range(128 // BOX):
-                        key = tile * 128 + part * BOX
-                        if PAGED:
-                            page = gl.load(pages + key // BLOCK, mask=key < length, other=0)
-                            row = page * k_row_b + key % BLOCK + kv_head * k_row_h
-                            if part == 0:
-                                mbarrier.wait(k_empty.index(stage), phase)
-                                mbarrier.expect(k_full.index(stage), 128 * (D1 + D2))
-                        else:
-                            row = first_key + key + kv_head * k_row_h
-                        tma_load(
-                            k1_desc,
-                            [row, kv_head * k_col_h],
-                            k_full.index(stage),
-                            k1_smem.index(stage).slice(part * BOX, BOX),
-                        )
-                        if D2:
-                            tma_load(
-                                k2_desc,
-                                [row, kv_head * k_col_h + D1],
-                                k_full.index(stage),
-                                k2_smem.index(stage).slice(part * BOX, BOX),
-                            )
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    mbarrier.expect(v_full.index(stage), 128 * DV)
-                    v_row = ((local * tiles + tile) * kv_heads + kv_head) * DV
-                    tma_load(vt_desc, [v_row, 0], v_full.index(stage), v_smem.index(stage))
-                    stage += 1
-                    if stage == STAGES:
-                        stage = gl.to_tensor(0)
-                        phase ^= 1
-
-
-@gluon.jit
-def _operand_order(y, P_LAYOUT: gl.constexpr):
-    """y [64, 128] in the accumulator's layout as the left operand: keys 16g + 8h + 2c + e at 16g + 4c + 2h + e."""
-    y = y.reshape([64, 8, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, 128])
-    return gl.convert_layout(y, P_LAYOUT)
-
-
-@gluon.jit
-def _lean_codes(y):
-    """e4m3 of code clamp(round(y), 0, 126); y does not exceed 126, a NaN gives 0. ptxas fuses it to F2IP.U8.F32."""
-    codes = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        cvt.rni.s32.f32 a, $1;
-        cvt.rni.s32.f32 b, $2;
-        cvt.rni.s32.f32 c, $3;
-        cvt.rni.s32.f32 d, $4;
-        cvt.pack.sat.u8.s32.b32 d, d, c, 0;
-        cvt.pack.sat.u8.s32.b32 $0, b, a, d;
-        }""",
-        "=r,f,f,f,f",
-        [y],
-        dtype=gl.int8,
-        is_pure=True,
-        pack=4,
-    )
-    return codes.to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def _softmax(
-    s, m, e, c, delta, OFFSET: gl.constexpr, LEAN: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr
-):
-    """(P as left operand, factor of O and L, m', e'); see `prefill_kernel`."""
-    top = gl.reduce(s, 1, _maximum)
-    m_after = _maximum(m, top)
-    origin = gl.where(m_after == float("-inf"), 0.0, m_after)
-    e_after = gl.maximum(gl.ceil(c * (top - origin)), LEAST_EXPONENT)
-    e_after = gl.where(top == float("-inf"), e, e_after)
-    factor = gl.exp2(gl.fma(c, m - origin, e - e_after))
-    if LEAN:
-        slope = 8.0 * c
-        bias = gl.fma(-slope, origin, gl.to_tensor(8.0 * OFFSET + 56.0 + delta) + gl.zeros_like(c)) - 8.0 * e_after
-        y = gl.fma(s, slope.expand_dims(1).broadcast_to(s.shape), bias.expand_dims(1).broadcast_to(s.shape))
-        p = _lean_codes(_operand_order(y, P_LAYOUT))
-    else:
-        bias = gl.fma(-c, origin, gl.full_like(c, OFFSET)) - e_after
-        y = gl.fma(s, c.expand_dims(1).broadcast_to(s.shape), bias.expand_dims(1).broadcast_to(s.shape))
-        p = gl.exp2(_operand_order(y, P_LAYOUT)).to(gl.float8e4nv)
-    return p, factor, m_after, e_after
-
-
-@gluon.jit
-def _mask(
-    s,
-    tile,
-    first_position,
-    rows,
-    length,
-    window,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
-    position = first_position + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-    key = tile * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-    seen = (key < length) & (position < first_position + rows)
-    if CAUSAL:
-        seen = seen & (key <= position)
-    if WINDOW:
-        seen = seen & (key >= position - window)
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def _issue_scores(q1_smem, q2_smem, k1_smem, k2_smem, stage, D2: gl.constexpr, INT8: gl.constexpr, S_LAYOUT: gl.constexpr):
-    zero = gl.zeros([ROWS, 128], gl.int32 if INT8 else gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q1_smem, k1_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if D2:
-        s = warpgroup_mma(q2_smem, k2_smem.index(stage).permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _finish_scores(s_token, INT8: gl.constexpr):
-    s = warpgroup_mma_wait(0, deps=(s_token,))
-    if INT8:
-        s = s.to(gl.float32)
-    return s
-
-
-@gluon.jit
-def _consumer(
-    q1_smem,
-    q2_smem,
-    k1_smem,
-    k2_smem,
-    v_smem,
-    ones_smem,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    order,
-    q_scale,
-    k,
-    v,
-    bad,
-    k_scale,
-    v_scale,
-    out,
-    out_scale,
-    lse,
-    block_table,
-    cu_seqlens_q,
-    lengths_k,
-    first_sequence,
-    sequences,
-    table_stride,
-    heads,
-    group,
-    m_blocks,
-    section,
-    tiles,
-    window,
-    softmax_scale_log2,
-    delta,
-    q_scale_stride_t,
-    q_scale_stride_h,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
-    out_stride_t,
-    out_stride_h,
-    lse_stride_h,
-    k_scale_stride,
-    v_scale_stride,
-    W: gl.constexpr,
-    D2: gl.constexpr,
-    BLOCK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    LEAN: gl.constexpr,
-    INT8: gl.constexpr,
-    OFFSET: gl.constexpr,
-    LSE: gl.constexpr,
-    FP8_OUT: gl.constexpr,
-    STAGES: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ROWSUM: gl.constexpr,
-):
-    PAGED: gl.constexpr = BLOCK > 0
-    DV: gl.constexpr = v_smem.shape[1]
-    D1: gl.constexpr = q1_smem.shape[2]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 32])
-    L_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 32])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
-    PL_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, L_LAYOUT, 4)
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    ROW_L: gl.constexpr = gl.SliceLayout(1, L_LAYOUT)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DV, DV // 8], [4, 1], [1, 0])
-
-    q1 = q1_smem.index(W)
-    q2 = q2_smem.index(W)
-    ones = ones_smem.permute((1, 0))
-    kv_heads = heads // group
-    total = m_blocks * heads * sequences
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    q_phase = gl.to_tensor(0)
-    turn_phase = gl.to_tensor(W)
-    zero_o = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
-    zero_l = gl.zeros([ROWS, 8], gl.float32, L_LAYOUT)
-    for turn in range(gl.cdiv(total, gl.num_programs(0))):
-        index = _index(turn, total)
-        if index < total:
-            tile_m, head, local = _place(index, m_blocks, heads, sequences, section)
-            seq = first_sequence + local
-            first_row, queries, first_key, length, begin, end = _extent(
-                seq, tile_m, cu_seqlens_q, lengths_k, window, PAGED, CAUSAL, WINDOW
-            )
-            if tile_m * (2 * ROWS) < queries:
-                kv_head = head // group
-                row0 = tile_m * (2 * ROWS) + W * ROWS
-                rows = queries - row0
-                first_position = length - queries + row0
-                row = gl.arange(0, ROWS, layout=ROW)
-                token = first_row + row0 + row
-                live_row = row < rows
-                c = gl.load(
-                    q_scale + token.to(gl.int64) * q_scale_stride_t + head * q_scale_stride_h, mask=live_row, other=0.0
-                )
-                c = c * (gl.load(k_scale + kv_head * k_scale_stride) * softmax_scale_log2)
-                c = gl.where(c < SMALLEST_SCALE, SMALLEST_SCALE, c)
-                m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-                e = gl.zeros([ROWS], gl.float32, ROW)
-                o = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
-                total_p = gl.zeros([ROWS, 8], gl.float32, L_LAYOUT)
-                # Tiles below `full` hold no key that a row doesn't see.
-                full = length // 128
-                if CAUSAL:
-                    full = gl.minimum(full, gl.maximum(first_position + 1, 0) // 128)
-                if WINDOW:
-                    full = gl.to_tensor(0)
-
-                mbarrier.wait(q_full.index(W), q_phase)
-                q_phase ^= 1
-                mbarrier.wait(k_full.index(stage), phase)
-                s_token = _issue_scores(q1, q2, k1_smem, k2_smem, stage, D2, INT8, S_LAYOUT)
-                for tile in range(begin, end - 1):
-                    s = _finish_scores(s_token, INT8)
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                    if tile >= full:
-                        s = _mask(s, tile, first_position, rows, length, window, CAUSAL, WINDOW, S_LAYOUT)
-                    p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, S_LAYOUT, P_LAYOUT)
-                    next_stage = stage + 1
-                    next_phase = phase
-                    if next_stage == STAGES:
-                        next_stage = gl.to_tensor(0)
-                        next_phase = phase ^ 1
-                    mbarrier.wait(v_full.index(stage), phase)
-                    mbarrier.wait(k_full.index(next_stage), next_phase)
-                    if ORDERED:
-                        mbarrier.wait(order.index(W), turn_phase)
-                        turn_phase ^= 1
-                    pv = warpgroup_mma(
-                        p, v_smem.index(stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
-                    )
-                    if ROWSUM:
-                        pl = warpgroup_mma(gl.convert_layout(p, PL_LAYOUT), ones, zero_l, use_acc=False, is_async=True)
-                    s_token = _issue_scores(q1, q2, k1_smem, k2_smem, next_stage, D2, INT8, S_LAYOUT)
-                    if ORDERED:
-                        mbarrier.arrive(order.index(1 - W), count=1)
-                    if ROWSUM:
-                        pv, pl = warpgroup_mma_wait(2 if D2 else 1, deps=(pv, pl))
-                    else:
-                        pv = warpgroup_mma_wait(2 if D2 else 1, deps=(pv,))
-                        pl = zero_l
-                    mbarrier.arrive(v_empty.index(stage), count=1)
-                    o = gl.fma(o, gl.convert_layout(factor, ROW_O).expand_dims(1).broadcast_to(o.shape), pv)
-                    total_p = gl.fma(
-                        total_p, gl.convert_layout(factor, ROW_L).expand_dims(1).broadcast_to(total_p.shape), pl
-                    )
-                    stage = next_stage
-                    phase = next_phase
-                s = _finish_scores(s_token, INT8)
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                mbarrier.arrive(q_empty.index(W), count=1)
-                s = _mask(s, end - 1, first_position, rows, length, window, CAUSAL, WINDOW, S_LAYOUT)
-                p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, S_LAYOUT, P_LAYOUT)
-                mbarrier.wait(v_full.index(stage), phase)
-                pv = warpgroup_mma(p, v_smem.index(stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-                pl = warpgroup_mma(gl.convert_layout(p, PL_LAYOUT), ones, zero_l, use_acc=False, is_async=True)
-                pv, pl = warpgroup_mma_wait(0, deps=(pv, pl))
-                mbarrier.arrive(v_empty.index(stage), count=1)
-                o = gl.fma(o, gl.convert_layout(factor, ROW_O).expand_dims(1).broadcast_to(o.shape), pv)
-                total_p = gl.fma(
-                    total_p, gl.convert_layout(factor, ROW_L).expand_dims(1).broadcast_to(total_p.shape), pl
-                )
-                stage += 1
-                if stage == STAGES:
-                    stage = gl.to_tensor(0)
-                    phase ^= 1
-
-                denominator = gl.convert_layout(gl.max(total_p, 1), ROW)
-                inverse = 1.0 / gl.where(denominator == 0.0, 1.0, denominator)
-                inverse = inverse * gl.load(v_scale + kv_head * v_scale_stride)
-                row_lse = LN2 * (gl.fma(m, c, e - OFFSET) + gl.log2(denominator))
-                row_lse = gl.where(m == float("-inf"), float("-inf"), row_lse)
-                o = o * gl.convert_layout(inverse, ROW_O).expand_dims(1)
-
-                noted = gl.to_tensor(0)
-                for tile in range(begin, end):
-                    noted |= gl.load(bad + ((local * tiles + tile) * kv_heads + kv_head).to(gl.int64))
-                if noted != 0:
-                    channel = gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT))
-                    q_channel = gl.arange(0, D1, layout=gl.SliceLayout(0, S_LAYOUT))
-                    position = first_position + row
-                    for key in range(begin * 128, gl.minimum(end * 128, length)):
-                        if PAGED:
-                            page = gl.load(block_table + seq.to(gl.int64) * table_stride + key // BLOCK).to(gl.int64)
-                            v_key = v + page * v_stride_b + (key % BLOCK) * v_stride_t
-                            k_key = k + page * k_stride_b + (key % BLOCK) * k_stride_t
-                        else:
-                            v_key = v + (first_key + key).to(gl.int64) * v_stride_t
-                            k_key = k + (first_key + key).to(gl.int64) * k_stride_t
-                        hit = (gl.load(v_key + kv_head.to(gl.int64) * v_stride_h + channel) & 0x7F) == 0x7F
-                        sees = (position >= begin * 128) & live_row
-                        if CAUSAL:
-                            sees = sees & (key <= position)
-                        if WINDOW:
-                            sees = sees & (key >= position - window)
-                        sees_o = gl.convert_layout(sees, ROW_O)
-                        o = gl.where(sees_o.expand_dims(1) & hit.expand_dims(0), float("nan"), o)
-                        if INT8:
-                            k_key += kv_head.to(gl.int64) * k_stride_h
-                            spoilt = gl.max((gl.load(k_key + q_channel) == -128).to(gl.int32), 0)
-                            if D2:
-                                q2_channel = gl.arange(0, D2, layout=gl.SliceLayout(0, S_LAYOUT))
-                                spoilt |= gl.max((gl.load(k_key + D1 + q2_channel) == -128).to(gl.int32), 0)
-                            spoilt_row = sees & (spoilt != 0)
-                            row_lse = gl.where(spoilt_row, float("nan"), row_lse)
-                            o = gl.where(gl.convert_layout(spoilt_row, ROW_O).expand_dims(1), float("nan"), o)
-                if FP8_OUT:
-                    o = o / gl.load(out_scale)
-                    o = gl.where(o > 448.0, 448.0, gl.where(o < -448.0, -448.0, o))
-                result = gl.convert_layout(o.to(out.dtype.element_ty), STORE)
-                o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-                o_channel = gl.arange(0, DV, layout=gl.SliceLayout(0, STORE))
-                to = (first_row + row0 + o_row).to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h
-                gl.store(out + to.expand_dims(1) + o_channel.expand_dims(0), result, mask=(o_row < rows).expand_dims(1))
-                if LSE:
-                    gl.store(lse + head.to(gl.int64) * lse_stride_h + token, row_lse, mask=live_row)
-
-
-@gluon.jit
 def hopper_kernel(
     q1_desc,
     q2_desc,
@@ -546,32 +70,32 @@ def hopper_kernel(
     first_sequence,
     sequences,
     table_stride,
-    heads,
-    group,
     m_blocks,
     section,
     tiles,
     window,
     softmax_scale_log2,
     delta,
-    q_row_h,
-    q_col_h,
-    k_row_b,
-    k_row_h,
-    k_col_h,
-    q_scale_stride_t,
-    q_scale_stride_h,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
-    out_stride_t,
-    out_stride_h,
     lse_stride_h,
-    k_scale_stride,
-    v_scale_stride,
+    heads: gl.constexpr,
+    group: gl.constexpr,
+    q_row_h: gl.constexpr,
+    q_col_h: gl.constexpr,
+    k_row_b: gl.constexpr,
+    k_row_h: gl.constexpr,
+    k_col_h: gl.constexpr,
+    q_scale_stride_t: gl.constexpr,
+    q_scale_stride_h: gl.constexpr,
+    k_stride_b: gl.constexpr,
+    k_stride_t: gl.constexpr,
+    k_stride_h: gl.constexpr,
+    v_stride_b: gl.constexpr,
+    v_stride_t: gl.constexpr,
+    v_stride_h: gl.constexpr,
+    out_stride_t: gl.constexpr,
+    out_stride_h: gl.constexpr,
+    k_scale_stride: gl.constexpr,
+    v_scale_stride: gl.constexpr,
     D2: gl.constexpr,
     BLOCK: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -582,8 +106,6 @@ def hopper_kernel(
     LSE: gl.constexpr,
     FP8_OUT: gl.constexpr,
     STAGES: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ROWSUM: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
@@ -609,162 +131,43 @@ def hopper_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for w in gl.static_range(2):
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
-        mbarrier.init(order.index(w), count=1)
     for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=2)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=2)
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
+    rings = (q1_smem, q2_smem, k1_smem, k2_smem, v_smem, ones_smem)
+    barriers = (q_full, q_empty, full, empty)
+    batch = (block_table, cu_seqlens_q, lengths_k, table_stride, first_sequence, sequences)
+    work = (m_blocks, section, tiles, window)
+    tensors = (q_scale, k, v, bad, k_scale, v_scale, out, out_scale, lse)
+    numbers = (softmax_scale_log2, delta, lse_stride_h)
+    descriptors = (q1_desc, q2_desc, k1_desc, k2_desc, vt_desc)
     # fmt: off
     gl.warp_specialize(
         [
-            (_consumer, (
-                q1_smem, q2_smem, k1_smem, k2_smem, v_smem, ones_smem,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
-                q_scale, k, v, bad, k_scale, v_scale, out, out_scale, lse, block_table, cu_seqlens_q, lengths_k,
-                first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
-                softmax_scale_log2, delta, q_scale_stride_t, q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h,
-                v_stride_b, v_stride_t, v_stride_h, out_stride_t, out_stride_h, lse_stride_h, k_scale_stride,
-                v_scale_stride, gl.constexpr(0), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED, ROWSUM,
+            (consumer, (
+                rings, barriers, batch, work, tensors, numbers, gl.constexpr(0), heads, group, q_scale_stride_t,
+                q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, out_stride_t,
+                out_stride_h, k_scale_stride, v_scale_stride, D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE,
+                FP8_OUT, STAGES,
             )),
-            (_consumer, (
-                q1_smem, q2_smem, k1_smem, k2_smem, v_smem, ones_smem,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, order,
-                q_scale, k, v, bad, k_scale, v_scale, out, out_scale, lse, block_table, cu_seqlens_q, lengths_k,
-                first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
-                softmax_scale_log2, delta, q_scale_stride_t, q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h,
-                v_stride_b, v_stride_t, v_stride_h, out_stride_t, out_stride_h, lse_stride_h, k_scale_stride,
-                v_scale_stride, gl.constexpr(1), D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE, FP8_OUT, STAGES, ORDERED, ROWSUM,
+            (consumer, (
+                rings, barriers, batch, work, tensors, numbers, gl.constexpr(1), heads, group, q_scale_stride_t,
+                q_scale_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, out_stride_t,
+                out_stride_h, k_scale_stride, v_scale_stride, D2, BLOCK, CAUSAL, WINDOW, LEAN, INT8, OFFSET, LSE,
+                FP8_OUT, STAGES,
             )),
-            (_producer, (
-                q1_desc, q2_desc, k1_desc, k2_desc, vt_desc, q1_smem, q2_smem, k1_smem, k2_smem, v_smem,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, block_table, cu_seqlens_q, lengths_k,
-                first_sequence, sequences, table_stride, heads, group, m_blocks, section, tiles, window,
-                q_row_h, q_col_h, k_row_b, k_row_h, k_col_h, D2, BLOCK, CAUSAL, WINDOW, STAGES,
+            (producer, (
+                descriptors, rings, barriers, batch, work, heads, group, q_row_h, q_col_h, k_row_b, k_row_h, k_col_h,
+                D2, BLOCK, CAUSAL, WINDOW, STAGES,
             )),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],
     )
     # fmt: on
-
-
-def launch(call: Any, vt: torch.Tensor, bad: torch.Tensor, first: int, sequences: int, tiles: int) -> None:
-    """Launches a checked call of `prefill` for sequences first … first + sequences; vt, bad: see `transpose`."""
-    q, k, v, target = call.q, call.k, call.v, call.target
-    (tokens, hq, d), (hkv, dv) = q.shape, v.shape[-2:]
-    code, dtype = (torch.int8, gl.int8) if call.int8 else (torch.float8_e4m3fn, gl.float8e4nv)
-    d1, d2 = (128, 64) if d == 192 else (d, 0)
-    box = min(call.block_size, TILE) or TILE
-    q_rows, k_rows = _Rows(q.view(code), "q"), _Rows(k.view(code), "k_cache")
-    m_blocks = triton.cdiv(call.max_seqlen_q, 128)
-    options = target.hopper(d)
-    section = max(1, options.pop("section_bytes") // max(1, call.max_seqlen_k * (d + dv))) * (hq // hkv)
-    registers = (options.pop("consumer_registers"), options.pop("producer_registers"))
-    grid = (min(_multiprocessors(q.device), m_blocks * hq * sequences),)
-    vt_rows = vt.view(torch.float8_e4m3fn).view(-1, TILE)
-    hopper_kernel[grid](
-        q_rows.descriptor(64, d1, dtype),
-        q_rows.descriptor(64, d2 or d1, dtype),
-        k_rows.descriptor(box, d1, dtype),
-        k_rows.descriptor(box, d2 or d1, dtype),
-        TensorDescriptor.from_tensor(vt_rows, [dv, TILE], _layout(dv, TILE, gl.float8e4nv)),
-        call.q_scale,
-        k.view(torch.int8 if call.int8 else torch.uint8),
-        v.view(torch.uint8),
-        bad,
-        call.k_scale,
-        call.v_scale,
-        call.out,
-        call.out_scale,
-        call.lse,
-        call.block_table,
-        call.cu_seqlens_q,
-        call.lengths_k,
-        first,
-        sequences,
-        call.table_stride,
-        hq,
-        hq // hkv,
-        m_blocks,
-        min(section, hq * sequences),
-        tiles,
-        call.window or 0,
-        call.softmax_scale * LOG2E,
-        call.delta,
-        q_rows.row_h,
-        q_rows.col_h,
-        k_rows.row_b,
-        k_rows.row_h,
-        k_rows.col_h,
-        call.q_scale.stride(0),
-        call.q_scale.stride(1),
-        *call.strides(k),
-        *call.strides(v),
-        call.out.stride(0),
-        call.out.stride(1),
-        call.lse.stride(0) if call.lse is not None else 0,
-        int(call.k_scale.numel() > 1),
-        int(call.v_scale.numel() > 1),
-        D2=d2,
-        BLOCK=call.block_size,
-        CAUSAL=call.causal,
-        WINDOW=call.window is not None,
-        LEAN=call.lean,
-        INT8=call.int8,
-        OFFSET=call.offset,
-        LSE=call.lse is not None,
-        FP8_OUT=call.out_scale is not None,
-        STAGES=options["stages"],
-        ORDERED=bool(options["ordered"]),
-        ROWSUM=bool(options.get("rowsum", 1)),
-        CONSUMER_REGS=registers[0],
-        PRODUCER_REGS=registers[1],
-        num_warps=4,
-    )
-
-
-class _Rows:
-    """Q or a cache as a matrix whose rows lie a token apart: where the element of a block and head is in it."""
-
-    def __init__(self, x: torch.Tensor, name: str) -> None:
-        self.x = x
-        block, token, head = (0,) * (4 - x.dim()) + x.stride()[:-1]
-        blocks, tokens, heads, d = (1,) * (4 - x.dim()) + tuple(x.shape)
-        self.pitch = token if tokens > 1 else max(block, head, d)
-        row_h, self.col_h = (0, 0) if heads == 1 else (0, head) if head < self.pitch else (head // self.pitch, 0)
-        row_b = block // self.pitch if blocks > 1 else 0
-        aligned = (blocks == 1 or block % self.pitch == 0) and (heads == 1 or head < self.pitch or head % self.pitch == 0)
-        self.columns = (heads - 1) * self.col_h + d
-        self.rows = (blocks - 1) * row_b + (heads - 1) * row_h + tokens
-        require(
-            aligned and self.columns <= self.pitch and self.rows < 1 << 31,
-            f"{name} has shape {list(x.shape)} and strides {x.stride()}; the Hopper kernel takes caches whose strides of "
-            "blocks and heads are multiples of the tokens', or whose heads lie within a token, and fewer than 2^31 rows",
-        )
-        self.row_b, self.row_h = row_b, row_h
-
-    def descriptor(self, rows: int, columns: int, dtype: Any) -> TensorDescriptor:
-        """Boxes of [rows, columns]."""
-        return TensorDescriptor(
-            self.x, [self.rows, self.columns], [self.pitch, 1], [rows, columns], _layout(rows, columns, dtype)
-        )
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: Any) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -41,6 +41,20 @@ def _half(codes):
 
 
 @triton.jit
+def _e4m3_codes(x, NATIVE: tl.constexpr):
+    """uint8 e4m3 of x, which is NaN or at most 448 in size, nearest even."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # Adding and subtracting 1.5 · 2^20 times x's power of two, 2^-6 at least, leaves the leading 1 and three bits.
+        bits = x.to(tl.int32, bitcast=True)
+        large = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), 0.015625) * 1572864.0
+        rounded = (tl.abs(x) + large) - large
+        codes = (rounded * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True) >> 7
+        return tl.where(x != x, 0x7F, codes | ((bits >> 24) & 0x80).to(tl.int16)).to(tl.uint8)
+
+
+@triton.jit
 def _lean_codes(y, PTX: tl.constexpr):
     """uint8 clamp(round(y), 0, 126); y does not exceed 126, a NaN gives 0."""
     if PTX:
@@ -92,7 +106,18 @@ def _scores(q1, q2, k1, k2, HALF: tl.constexpr, INT8: tl.constexpr, SPLIT: tl.co
 
 
 @triton.jit
-def _softmax(s, m, e, c, delta, OFFSET: tl.constexpr, LEAN: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr):
+def _softmax(
+    s,
+    m,
+    e,
+    c,
+    delta,
+    OFFSET: tl.constexpr,
+    LEAN: tl.constexpr,
+    HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """(P as the operand of the product with V, factor of O and L, m', e')."""
     top = tl.reduce(s, 1, _maximum)
     m_after = _maximum(m, top)
@@ -104,12 +129,10 @@ def _softmax(s, m, e, c, delta, OFFSET: tl.constexpr, LEAN: tl.constexpr, HALF: 
         slope = 8.0 * c
         bias = tl.fma(-slope, origin, 8.0 * OFFSET + 56.0 + delta) - 8.0 * e_after
         codes = _lean_codes(tl.fma(s, slope[:, None], bias[:, None]), PTX)
-        p = _operand(codes, HALF, False)
     else:
         bias = tl.fma(-c, origin, OFFSET) - e_after
-        p = tl.exp2(tl.fma(s, c[:, None], bias[:, None])).to(tl.float8e4nv)
-        if HALF:
-            p = _half(p.to(tl.uint8, bitcast=True))
+        codes = _e4m3_codes(tl.exp2(tl.fma(s, c[:, None], bias[:, None])), NATIVE)
+    p = _operand(codes, HALF, False)
     return p, factor, m_after, e_after
 
 
@@ -160,6 +183,7 @@ def prefill_kernel(
     LEAN: tl.constexpr,
     INT8: tl.constexpr,
     HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
     PTX: tl.constexpr,
     OFFSET: tl.constexpr,
     LSE: tl.constexpr,
@@ -197,9 +221,9 @@ def prefill_kernel(
             q2 = tl.load(q_rows[:, None] + (D1 + d2)[None, :], mask=live_row[:, None], other=0)
         q1 = _operand(q1, HALF, INT8)
         q2 = _operand(q2, HALF, INT8) if D2 else q1
-        c = tl.load(
-            q_scale + token * q_scale_stride_t + head * q_scale_stride_h, mask=live_row, other=0.0
-        ) * (tl.load(k_scale + kv_head * k_scale_stride) * softmax_scale_log2)
+        c = tl.load(q_scale + token * q_scale_stride_t + head * q_scale_stride_h, mask=live_row, other=0.0) * (
+            tl.load(k_scale + kv_head * k_scale_stride) * softmax_scale_log2
+        )
         c = tl.where(c < SMALLEST_SCALE, SMALLEST_SCALE, c)
         m = tl.full([TILE_M], float("-inf"), tl.float32)
         e = tl.zeros([TILE_M], tl.float32)
@@ -227,7 +251,16 @@ def prefill_kernel(
 
         for n0 in tl.range(begin, full, TILE):
             rows = _row_pointers(
-                k_head, n0 + column, block_table, seq, table_stride, first_key, k_stride_b, k_stride_t, column >= 0, BLOCK
+                k_head,
+                n0 + column,
+                block_table,
+                seq,
+                table_stride,
+                first_key,
+                k_stride_b,
+                k_stride_t,
+                column >= 0,
+                BLOCK,
             )
             k1 = tl.load(rows[:, None] + d1[None, :])
             if D2:
@@ -236,7 +269,7 @@ def prefill_kernel(
                 k2 = k1
             values = tl.load(vt_head + tl.cast(n0 // TILE, tl.int64) * heads * (DV * TILE))
             s = _scores(q1, q2, k1, k2, HALF, INT8, D2 > 0)
-            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, PTX)
+            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, NATIVE, PTX)
             o = tl.fma(o, factor[:, None], tl.dot(p, _operand(values, HALF, False)))
             total = tl.fma(total, factor[:, None], tl.dot(p, ones))
         for n0 in tl.range(full, end, TILE):
@@ -258,7 +291,7 @@ def prefill_kernel(
             if WINDOW:
                 seen = seen & (key[None, :] >= position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
-            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, PTX)
+            p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, HALF, NATIVE, PTX)
             o = tl.fma(o, factor[:, None], tl.dot(p, _operand(values, HALF, False)))
             total = tl.fma(total, factor[:, None], tl.dot(p, ones))
 
@@ -272,53 +305,60 @@ def prefill_kernel(
         row_lse = tl.where(m == float("-inf"), float("-inf"), row_lse)
 
         noted = 0
-        for tile in tl.range(begin // TILE, tl.cdiv(end, TILE)):
-            noted |= tl.load(bad + (local * tiles + tile).to(tl.int64) * heads + kv_head)
+        noted_of = bad + (local * heads + kv_head).to(tl.int64) * tiles
+        for first in tl.range(begin // TILE, tl.cdiv(end, TILE), TILE):
+            noted |= tl.max(tl.load(noted_of + first + column, mask=first + column < tl.cdiv(end, TILE), other=0), 0)
         if noted != 0:
-            for key in tl.range(begin, end):
-                row_key = _row_pointers(
-                    v + kv_head.to(tl.int64) * v_stride_h,
-                    key,
-                    block_table,
-                    seq,
-                    table_stride,
-                    first_key,
-                    v_stride_b,
-                    v_stride_t,
-                    key >= 0,
-                    BLOCK,
-                )
-                hit = (tl.load(row_key + d_v) & 0x7F) == 0x7F
-                sees = position >= begin
-                if CAUSAL:
-                    sees = sees & (key <= position)
-                if WINDOW:
-                    sees = sees & (key >= position - window)
-                o = tl.where(sees[:, None] & hit[None, :], float("nan"), o)
-                if INT8:
-                    row_key = _row_pointers(
-                        k_head,
-                        key,
-                        block_table,
-                        seq,
-                        table_stride,
-                        first_key,
-                        k_stride_b,
-                        k_stride_t,
-                        key >= 0,
-                        BLOCK,
-                    )
-                    spoilt = tl.max((tl.load(row_key + d1) == -128).to(tl.int32), 0)
-                    if D2:
-                        spoilt |= tl.max((tl.load(row_key + D1 + d2) == -128).to(tl.int32), 0)
-                    spoilt_row = sees & (spoilt != 0)
-                    o = tl.where(spoilt_row[:, None], float("nan"), o)
-                    row_lse = tl.where(spoilt_row, float("nan"), row_lse)
+            for tile in tl.range(begin // TILE, tl.cdiv(end, TILE)):
+                if tl.load(noted_of + tile) != 0:
+                    for key in tl.range(tile * TILE, tl.minimum(tile * TILE + TILE, length)):
+                        row_key = _row_pointers(
+                            v + kv_head.to(tl.int64) * v_stride_h,
+                            key,
+                            block_table,
+                            seq,
+                            table_stride,
+                            first_key,
+                            v_stride_b,
+                            v_stride_t,
+                            key >= 0,
+                            BLOCK,
+                        )
+                        hit = (tl.load(row_key + d_v) & 0x7F) == 0x7F
+                        sees = live_row
+                        if CAUSAL:
+                            sees = sees & (key <= position)
+                        if WINDOW:
+                            sees = sees & (key >= position - window)
+                        o = tl.where(sees[:, None] & hit[None, :], float("nan"), o)
+                        if INT8:
+                            row_key = _row_pointers(
+                                k_head,
+                                key,
+                                block_table,
+                                seq,
+                                table_stride,
+                                first_key,
+                                k_stride_b,
+                                k_stride_t,
+                                key >= 0,
+                                BLOCK,
+                            )
+                            spoilt = tl.max((tl.load(row_key + d1) == -128).to(tl.int32), 0)
+                            if D2:
+                                spoilt |= tl.max((tl.load(row_key + D1 + d2) == -128).to(tl.int32), 0)
+                            spoilt_row = sees & (spoilt != 0)
+                            o = tl.where(spoilt_row[:, None], float("nan"), o)
+                            row_lse = tl.where(spoilt_row, float("nan"), row_lse)
 
         if FP8_OUT:
             o = o / tl.load(out_scale)
             o = tl.clamp(o, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         to = out + token * out_stride_t + head.to(tl.int64) * out_stride_h
-        tl.store(to[:, None] + d_v[None, :], o.to(out.dtype.element_ty), mask=live_row[:, None])
+        if FP8_OUT:
+            result = _e4m3_codes(o, NATIVE)
+        else:
+            result = o.to(out.dtype.element_ty)
+        tl.store(to[:, None] + d_v[None, :], result, mask=live_row[:, None])
         if LSE:
             tl.store(lse + head.to(tl.int64) * lse_stride_h + token, row_lse, mask=live_row)

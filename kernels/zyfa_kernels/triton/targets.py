@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 import triton
 
@@ -16,7 +16,6 @@ DEFAULT_TILES = {"tile_m": 64, "num_warps": 4, "num_stages": 3}
 # section_bytes: of K and V that CTAs work on at a time, so that they stay in L2.
 DEFAULT_HOPPER = {
     "stages": 3,
-    "ordered": 0,
     "consumer_registers": 240,
     "producer_registers": 24,
     "section_bytes": 32 << 20,
@@ -28,12 +27,14 @@ class Target:
     """kernel: "hopper" (Gluon, sm_90) or "triton".
 
     half: FP8 operands are widened to fp16, for want of FP8 products in this format.
+    native: the compiler converts fp32 to e4m3fn itself.
     ptx: lean codes are packed by inline PTX. device: the key of the device in the configuration.
     """
 
     kernel: str
     reason: str
     half: bool
+    native: bool
     ptx: bool
     device: str
 
@@ -49,7 +50,7 @@ class Target:
 def target_of(device: torch.device) -> Target:
     """The target of a torch device; the CPU stands for Triton's interpreter."""
     if device.type == "cpu":
-        return Target("triton", "Triton's interpreter", half=False, ptx=False, device="interpreter")
+        return Target("triton", "Triton's interpreter", half=True, native=False, ptx=False, device="interpreter")
     return _gpu(device.index if device.index is not None else torch.cuda.current_device())
 
 
@@ -67,14 +68,16 @@ def target_named(backend: str, arch: str | int, name: str = "") -> Target:
         # gfx942 multiplies e4m3fnuz alone; the codes of the cache are e4m3fn.
         half = arch not in ("gfx950", "gfx1200", "gfx1201", "gfx1250")
         reason = f"plain Triton, {'fp8 codes widened to fp16' if half else 'fp8 products'} on {arch}"
-        return Target("triton", reason, half=half, ptx=False, device=str(arch))
+        return Target("triton", reason, half=half, native=not half, ptx=False, device=str(arch))
     arch = int(arch)
     device = "h200" if "H200" in name else f"sm_{arch}"
     if arch == 90 and has_gluon():
-        return Target("hopper", f"warp-specialised wgmma kernel on sm_{arch}", half=False, ptx=True, device=device)
+        return Target(
+            "hopper", f"warp-specialised wgmma kernel on sm_{arch}", half=False, native=True, ptx=True, device=device
+        )
     half = arch < 89
     reason = f"plain Triton, {'fp8 codes widened to fp16' if half else 'fp8 products'} on sm_{arch}"
-    return Target("triton", reason, half=half, ptx=True, device=device)
+    return Target("triton", reason, half=half, native=not half, ptx=True, device=device)
 
 
 def has_gluon() -> bool:
@@ -84,5 +87,7 @@ def has_gluon() -> bool:
 
 @cache
 def _tiles() -> dict[str, Any]:
+    if not CONFIGS.exists():  # installed without the repository: the defaults serve
+        return {}
     with open(CONFIGS, "rb") as stream:
         return tomllib.load(stream)

@@ -29,7 +29,10 @@ def _row_pointers(base, keys, block_table, seq, table_stride, first_key, stride_
         return base + (first_key + keys).to(tl.int64) * stride_t
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_sequence", "table_stride", "window"],
+    do_not_specialize_on_alignment=["bad", "block_table", "cu_seqlens_q", "lengths_k"],
+)
 def transpose_kernel(
     k,
     v,
@@ -40,13 +43,13 @@ def transpose_kernel(
     lengths_k,
     first_sequence,
     table_stride,
-    k_stride_b,
-    k_stride_t,
-    k_stride_h,
-    v_stride_b,
-    v_stride_t,
-    v_stride_h,
     window,
+    k_stride_b: tl.constexpr,
+    k_stride_t: tl.constexpr,
+    k_stride_h: tl.constexpr,
+    v_stride_b: tl.constexpr,
+    v_stride_t: tl.constexpr,
+    v_stride_h: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,7 +83,9 @@ def transpose_kernel(
             first = n0 + quad * 4
             far: tl.constexpr = 2
         v += head.to(tl.int64) * v_stride_h
-        r0 = _load_words(v, first, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK)
+        r0 = _load_words(
+            v, first, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
+        )
         r1 = _load_words(
             v, first + 1, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
         )
@@ -91,7 +96,7 @@ def transpose_kernel(
             v, first + far + 1, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
         )
         n_0, n_1, n_2, n_3 = _nan_bytes(r0), _nan_bytes(r1), _nan_bytes(r2), _nan_bytes(r3)
-        noted = (tl.max(tl.max(n_0 | n_1 | n_2 | n_3, 1), 0) != 0).to(tl.int32)
+        noted = tl.max(tl.max(((n_0 | n_1 | n_2 | n_3) != 0).to(tl.int32), 1), 0)
         r0, r1, r2, r3 = r0 & ~n_0, r1 & ~n_1, r2 & ~n_2, r3 & ~n_3
         slot = (local * tiles + tile).to(tl.int64) * heads + head
         to = vt + slot * (DV * TILE // 4) + word[None, :] * TILE + quad[:, None]
@@ -118,7 +123,7 @@ def transpose_kernel(
                 BLOCK,
                 TILE,
             )
-        tl.store(bad + slot, noted)
+        tl.store(bad + (local * heads + head).to(tl.int64) * tiles + tile, noted)
 
 
 @triton.jit
@@ -160,4 +165,4 @@ def _bad_keys(
         x = _load_words(k, keys, word, length, block_table, seq, table_stride, first_key, stride_b, stride_t, BLOCK)
         x = x ^ -0x7F7F7F80
         found |= (x - 0x01010101) & ~x & -0x7F7F7F80
-    return (tl.max(tl.max(found != 0, 1), 0) != 0).to(tl.int32) * 2
+    return tl.max(tl.max((found != 0).to(tl.int32), 1), 0) * 2
