@@ -96,7 +96,7 @@ def parse_nvidia(line: str) -> dict[str, float]:
 
 def parse_rocm(text: str) -> dict[str, float]:
     """Values of rocm-smi's JSON, whose keys differ between versions. Raises ValueError where it is none."""
-    card = next(iter(json.loads(text).values()), {})
+    card: dict[str, Any] = next(iter(json.loads(text).values()), {})
     patterns = {
         "sm_mhz": r"sclk clock speed",
         "memory_mhz": r"mclk clock speed",
@@ -104,9 +104,9 @@ def parse_rocm(text: str) -> dict[str, float]:
         "temperature_c": r"temperature \(sensor (junction|edge)\)",
     }
     values = {}
-    for key, text in card.items():
+    for key, shown in card.items():
         for name, pattern in patterns.items():
-            number = re.search(r"\d+(\.\d+)?", str(text))
+            number = re.search(r"\d+(\.\d+)?", str(shown))
             if name not in values and re.match(pattern, key.lower()) and number:
                 values[name] = float(number[0])
     return values
