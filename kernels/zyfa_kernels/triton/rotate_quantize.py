@@ -25,7 +25,6 @@ FORMATS = ("fp8_e4m3", "int8")
 METHODS = ("dot", "butterfly")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
-QUICK = True
 _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
@@ -206,7 +205,6 @@ def _launch(
             DV=v_dim,
             WV=hadamard.padded(v_dim),
             ROTATE=turn,
-            QUICK=QUICK and turn in ("dot", "signed dot"),
             INT8=qk_format == "int8",
             NATIVE=stats.native_e4m3,
             COUNT=saturated is not None and kv_tokens > 0,
@@ -232,29 +230,19 @@ def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tupl
         raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
     if method == "butterfly" and dim == 96:
         raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
-    if dim == 96:
-        return hadamard.BLOCKS[dim], "full"
-    method = method or ("butterfly" if x.dtype == torch.float32 else "dot")
-    return hadamard.BLOCKS[dim], "signed dot" if (method, rotation) == ("dot", "signed") else method
+    return hadamard.BLOCKS[dim], method or ("butterfly" if x.dtype == torch.float32 and dim != 96 else "dot")
 
 
 @lru_cache(maxsize=64)
 def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What the kernel reads for each diagonal block.
-
-    Signs for "butterfly", Sylvester's matrix of order 16 and then signs for "dot", the padded matrix for "full".
-    """
+    """What the kernel reads for each diagonal block: the padded matrix for "dot", signs for "butterfly"."""
     if turn == "none":
         return (torch.zeros(1, device=device),)
-    # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
-    exact = torch.float32 if device.type == "cpu" else dtype
-    if turn == "full":
-        return hadamard.matrices(dim, rotation, exact, device)
+    if turn == "dot":
+        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+        return hadamard.matrices(dim, rotation, torch.float32 if device.type == "cpu" else dtype, device)
     signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
-    parts = [part.contiguous() for part in signs.split(hadamard.BLOCKS[dim])]
-    if turn == "butterfly":
-        return tuple(part.to(device) for part in parts)
-    return tuple(torch.cat((hadamard.sylvester(16).flatten(), part)).to(device, exact) for part in parts)
+    return tuple(part.contiguous().to(device) for part in signs.split(hadamard.BLOCKS[dim]))
 
 
 @dataclass(frozen=True)
