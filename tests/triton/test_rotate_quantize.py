@@ -153,6 +153,24 @@ def test_ragged_numbers_of_tokens(tokens):
     check_q(gaussian(tokens, 3, 128), "hadamard", "fp8_e4m3", ORDERED)
 
 
+@pytest.mark.parametrize("heads", [1, 8, 40, 64, 128])
+def test_any_number_of_heads(heads):
+    """More than a tile's rows, as many, fewer, and none that divides or is divided."""
+    tokens = 200 // heads + 2
+    q = gaussian(tokens, heads, 64)
+    check_q(q, "hadamard", "fp8_e4m3", ORDERED, on_device=q.transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE))
+    k_cache = cache("heads before slots", 14, 16, heads, 64)
+    v_cache, scale = cache("K beside V", 14, 16, heads, 64), torch.linspace(0.1, 0.3, heads)
+    slots = torch.arange(tokens).flip(0)
+    rotate_quantize_write(
+        *(x.to(DEVICE) for x in (q, q)), k_cache, v_cache, *(x.to(DEVICE) for x in (slots, scale, scale)),
+        method=ORDERED,
+    )  # fmt: skip
+    for where, rotation in ((k_cache, "hadamard"), (v_cache, "none")):
+        stored = where.cpu().flatten(0, 1)[:tokens].flip(0)
+        assert same_codes(stored, quantize_kv(q, scale, "fp8_e4m3", rotation), "fp8_e4m3")
+
+
 def test_a_row_has_the_same_bits_alone_and_in_a_batch():
     q = gaussian(70, 4, 128).to(DEVICE)
     codes, scale = rotate_quantize_q(q)

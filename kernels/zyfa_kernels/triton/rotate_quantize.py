@@ -12,9 +12,10 @@ Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units r
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,9 +24,9 @@ from .rotate_quantize_kernel import rotate_quantize
 
 FORMATS = ("fp8_e4m3", "int8")
 METHODS = ("dot", "butterfly")
+_Tensors = tuple[torch.Tensor | None, ...]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
-_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 class ArgumentError(ValueError):
@@ -37,14 +38,13 @@ class Tile:
     """How the work is cut.
 
     rows: heads of tokens that a program handles at a time; warps: of a program; stages: tiles in flight; programs: the
-    most that share a multiprocessor, None for as many as tiles; registers: the most of a thread on CUDA, None for the
-    compiler's choice.
+    most that share a multiprocessor; registers: the most of a thread on CUDA, None for the compiler's choice.
     """
 
     rows: int = 64
     warps: int = 4
-    stages: int = 1
-    programs: int | None = None
+    stages: int = 3
+    programs: int = 2
     registers: int | None = None
 
 
@@ -68,7 +68,7 @@ def rotate_quantize_q(
     """
     _check_input("q", q)
     out, scale = _outputs(q, qk_format, out, scale)
-    _launch(q, out, scale, None, None, None, None, None, None, None, None, rotation, qk_format, method, tile)
+    _launch((q, _bytes(out), scale, *[None] * 8), rotation, qk_format, method, tile)
     return out, scale
 
 
@@ -103,10 +103,8 @@ def rotate_quantize_write(
             f"v is {list(v.shape)} {v.dtype} on {v.device}, k {list(k.shape)} {k.dtype} on {k.device}; "
             f"expected the same tokens, heads, dtype and device"
         )
-    _launch(
-        None, None, None, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format,
-        method, tile,
-    )  # fmt: skip
+    cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
+    _launch((None, None, None, k, v, *cache), rotation, qk_format, method, tile)
 
 
 def rotate_quantize_qkv(
@@ -146,73 +144,109 @@ def rotate_quantize_qkv(
     for name, part in (("q", q), ("k", k), ("v", v)):
         _check_input(name, part)
     out, scale = _outputs(q, qk_format, out, scale)
-    _launch(
-        q, out, scale, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format, method,
-        tile,
-    )  # fmt: skip
+    cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
+    _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, method, tile)
     return out, scale
 
 
-def _launch(
-    q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated, rotation, qk_format, method, tile
-) -> None:  # fmt: skip
-    """Checks what is left to check and launches; q or k may be None, with what belongs to them."""
+@dataclass(frozen=True)
+class _Plan:
+    """A checked call: what is passed to the kernel after the tensors and the numbers of tokens, and how it runs."""
+
+    tables: tuple[torch.Tensor, torch.Tensor]
+    after: tuple[Any, ...]
+    q_heads: int
+    kv_heads: int
+    tile: Tile
+    processors: int
+    compiled: list[Any]
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def _launch(tensors: _Tensors, *choices: Any) -> None:
+    """Checks and launches. tensors: q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated.
+
+    Triton binds and specialises arguments anew each time, which takes longer than a short kernel: what doesn't depend
+    on the number of tokens is done once for each layout of the tensors.
+    """
+    key = (choices, *(None if t is None else (t.shape[1:], t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors))
+    q, out, q_scale, k, v, _, _, slots, k_scale, v_scale, _ = tensors
+    device = (k if q is None else q).device  # type: ignore[union-attr]
+    key = (device, k_scale is not None and k_scale.numel(), v_scale is not None and v_scale.numel(), *key)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(tensors, *choices)
+    else:
+        _check_tokens(tensors)
+    q_tokens = 0 if q is None else q.shape[0]
+    kv_tokens = 0 if slots is None else slots.shape[0]
+    rows = plan.tile.rows
+    tiles = -(-q_tokens * plan.q_heads // rows) + 2 * -(-kv_tokens * plan.kv_heads // rows)
+    if tiles == 0:
+        return
+    grid = (min(tiles, plan.processors * plan.tile.programs), 1, 1)
+    pointers = (plan.tables[0] if t is None else t for t in tensors)  # the kernel doesn't touch what is left out
+    arguments = (*pointers, *plan.tables, q_tokens, kv_tokens, *plan.after)
+    with _on(device):
+        if plan.compiled:
+            plan.compiled[0][grid](*arguments)
+            return
+        options = {} if plan.tile.registers is None else {"maxnreg": plan.tile.registers}
+        made = rotate_quantize[grid](*arguments, num_warps=plan.tile.warps, **options)
+        if made is not None:  # the interpreter compiles nothing
+            plan.compiled.append(made)
+
+
+def _plan(
+    tensors: _Tensors, rotation: str | None, qk_format: str, method: str | None, tile: Tile | None
+) -> _Plan:
+    """Checks everything. Raises ArgumentError."""
+    q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated = tensors
     x = k if q is None else q
-    dim, device = x.shape[2], x.device
+    assert x is not None
+    dim, device, v_dim, kv_heads = x.shape[2], x.device, x.shape[2], 0
     blocks, turn = _rotation(x, rotation, method)
     if qk_format not in FORMATS:
         raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
-    q_tokens = kv_tokens = q_heads = kv_heads = 0
-    v_dim = dim
-    if q is not None:
-        q_tokens, q_heads = q.shape[:2]
     if k is not None:
+        assert v is not None and k_cache is not None and v_cache is not None and slots is not None
         kv_heads, v_dim = k.shape[1], v.shape[2]
-        k_cache, v_cache = _cache("k_cache", k_cache, k, k_cache), _cache("v_cache", v_cache, v, k_cache)
+        _check_cache("k_cache", k_cache, k, k_cache)
+        _check_cache("v_cache", v_cache, v, k_cache)
         _check_slots(slots, k)
         _check_scale("k_scale", k_scale, k)
         _check_scale("v_scale", v_scale, k)
         _check_saturated(saturated, device)
-        kv_tokens = slots.shape[0]
-    tile = tile or Tile()
-    tiles = -(-q_tokens * q_heads // tile.rows) + 2 * -(-kv_tokens * kv_heads // tile.rows)
-    if tiles == 0:
-        return
-    tables = _tables(dim, turn, rotation, x.dtype, device)
-    nothing = tables[0]  # stands for pointers that the kernel doesn't touch
+    _check_tokens(tensors)
     stats = _device(device)
-    grid = tiles if tile.programs is None else min(tiles, stats.processors * tile.programs)
+    tables = _tables(dim, turn, rotation, x.dtype, device)
     widths = [hadamard.padded(order) for order in blocks] + [1]
     norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
-    arguments = (
-        *(nothing if t is None else t for t in (q, _bytes(out), q_scale, k, v, k_cache, v_cache)),
-        *(nothing if t is None else t for t in (slots, k_scale, v_scale, saturated)),
-        tables[0], tables[-1], q_tokens, kv_tokens,
+    tile = tile or Tile(stages=3 if dim <= 128 else 2)
+    after = (
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
+        # Q_HEADS, KV_HEADS, D0, W0, N0, D1, W1, N1, DV, WV, ROTATE, INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES
+        0 if q is None else q.shape[1], kv_heads, blocks[0], widths[0], norms[0],
+        blocks[1] if len(blocks) > 1 else 0, widths[1], norms[1], v_dim, hadamard.padded(v_dim),
+        turn, qk_format == "int8", stats.native_e4m3, saturated is not None,
+        1 if k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
     )  # fmt: skip
-    with _on(device):
-        rotate_quantize[(grid,)](
-            *arguments,
-            Q_HEADS=q_heads if q_tokens else 0,
-            KV_HEADS=kv_heads if kv_tokens else 0,
-            D0=blocks[0],
-            W0=widths[0],
-            N0=norms[0],
-            D1=blocks[1] if len(blocks) > 1 else 0,
-            W1=widths[1],
-            N1=norms[1],
-            DV=v_dim,
-            WV=hadamard.padded(v_dim),
-            ROTATE=turn,
-            INT8=qk_format == "int8",
-            NATIVE=stats.native_e4m3,
-            COUNT=saturated is not None and kv_tokens > 0,
-            BLOCK=1 if k is None else k_cache.shape[1],
-            ROWS=tile.rows,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-            **({} if tile.registers is None else {"maxnreg": tile.registers}),
+    both = (tables[0], tables[-1])
+    return _Plan(both, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
+
+
+def _check_tokens(tensors: _Tensors) -> None:
+    """The numbers of tokens, which alone may change from call to call of a plan."""
+    q, out, q_scale, k, v, _, _, slots, *_ = tensors
+    if q is not None and not q.shape[0] == out.shape[0] == q_scale.shape[0]:  # type: ignore[union-attr]
+        raise ArgumentError(f"out and scale have {out.shape[0]} and {q_scale.shape[0]} tokens, q has {q.shape[0]}")  # type: ignore[union-attr]
+    if k is not None and not slots.shape[0] <= k.shape[0] == v.shape[0]:  # type: ignore[union-attr]
+        raise ArgumentError(
+            f"k and v have {k.shape[0]} and {v.shape[0]} tokens, slot_mapping has {slots.shape[0]}; "  # type: ignore[union-attr]
+            f"expected as many of k as of v, and no more slots"
         )
 
 
@@ -262,8 +296,10 @@ def _device(device: torch.device) -> _Device:
     return _Device(properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
 
 
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _strides(tensor: torch.Tensor | None, count: int) -> tuple[int, ...]:
@@ -274,8 +310,9 @@ def _scale_stride(scale: torch.Tensor | None) -> tuple[int]:
     return (0,) if scale is None or scale.numel() == 1 else (scale.stride(0),)
 
 
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as uint8; what is none stays as it is, for the checks to refuse."""
+    return codes.view(torch.uint8) if codes.dtype in (torch.int8, torch.float8_e4m3fn) else codes
 
 
 def _outputs(
@@ -310,15 +347,13 @@ def _check_input(name: str, x: torch.Tensor) -> None:
         )
 
 
-def _cache(name: str, cache: torch.Tensor, x: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
-    """The cache as bytes, once it fits x [T, H, D]."""
+def _check_cache(name: str, cache: torch.Tensor, x: torch.Tensor, k_cache: torch.Tensor) -> None:
     shape = (*k_cache.shape[:2], *x.shape[1:])
-    if k_cache.dim() != 4 or cache.shape != shape or cache.dtype not in _CODES or cache.device != x.device:
+    if k_cache.dim() != 4 or cache.shape != shape or cache.dtype != torch.uint8 or cache.device != x.device:
         raise ArgumentError(
             f"{name} is {list(cache.shape)} {cache.dtype} on {cache.device}; expected [num_blocks, block_size, "
             f"{x.shape[1]}, {x.shape[2]}] in uint8, int8 or float8_e4m3fn on {x.device}, K and V with the same blocks"
         )
-    return cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
 
 
 def _check_slots(slots: torch.Tensor, k: torch.Tensor) -> None:

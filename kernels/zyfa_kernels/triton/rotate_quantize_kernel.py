@@ -52,11 +52,11 @@ def _rows(base, tile, token_stride, head_stride, HEADS: tl.constexpr, ROWS: tl.c
     """(pointer, offsets int64 [ROWS]) where rows of a tile begin; the same offsets for all tiles where that is so."""
     row = tl.arange(0, ROWS)
     if ROWS % HEADS == 0:
-        first = (tile * (ROWS // HEADS)).to(tl.int64) * token_stride
+        first = tl.cast(tile * (ROWS // HEADS), tl.int64) * token_stride
         return base + first, (row // HEADS).to(tl.int64) * token_stride + (row % HEADS).to(tl.int64) * head_stride
     elif HEADS % ROWS == 0:
         each: tl.constexpr = HEADS // ROWS
-        first = (tile // each).to(tl.int64) * token_stride + (tile % each * ROWS).to(tl.int64) * head_stride
+        first = tl.cast(tile // each, tl.int64) * token_stride + tl.cast(tile % each * ROWS, tl.int64) * head_stride
         return base + first, row.to(tl.int64) * head_stride
     else:
         at = tile * ROWS + row
