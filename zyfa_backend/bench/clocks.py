@@ -15,6 +15,7 @@ NVIDIA_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 NAMES = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
 PERIOD_S = 0.1
 ROCM_PERIOD_S = 0.5
+START_S = 5.0  # the most that is waited for the first sample
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Sampler:
             target = self._read_nvidia if self.tool == "nvidia-smi" else self._read_rocm
             self._thread = threading.Thread(target=target, daemon=True)
             self._thread.start()
+            deadline = time.monotonic() + START_S
+            while not self.samples and self._thread.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.05)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -128,8 +128,9 @@ def _call(one: dict[str, Any], shape: Shape, what: str, form: str, rotation: str
         return lambda: rotate_quantize_q(one["q"], **named, **outputs)
     if what == "kv":
         return lambda: rotate_quantize_write(one["k"], one["v"], *cache, **named)
-    everything = (one["qkv"], shape.q_heads, shape.kv_heads, shape.qk_dim, *cache)
-    return lambda: rotate_quantize_qkv(*everything, v_head_dim=shape.v_dim, **named, **outputs)
+    named |= {"v_head_dim": shape.v_dim, **outputs}
+    sizes = (shape.q_heads, shape.kv_heads, shape.qk_dim)
+    return lambda: rotate_quantize_qkv(one["qkv"], *sizes, *cache, **named)
 
 
 def _engine_write(sets: list[dict[str, Any]]) -> Callable[[], object] | None:
