@@ -27,6 +27,8 @@ METHODS = ("dot", "butterfly")
 _Tensors = tuple[torch.Tensor | None, ...]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
+ROWS = 64
+SYSTEM_SHARED = 1024  # bytes that CUDA takes of each program's shared memory
 
 
 class ArgumentError(ValueError):
@@ -41,9 +43,9 @@ class Tile:
     most that share a multiprocessor; registers: the most of a thread on CUDA, None for the compiler's choice.
     """
 
-    rows: int = 64
+    rows: int = ROWS
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
     programs: int = 2
     registers: int | None = None
 
@@ -224,7 +226,8 @@ def _plan(
     tables = _tables(dim, turn, rotation, x.dtype, device)
     widths = [hadamard.padded(order) for order in blocks] + [1]
     norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
-    tile = tile or Tile(stages=3 if dim <= 128 else 2)
+    matrix = sum(width**2 for width in widths[:-1]) if turn == "dot" else 0
+    tile = tile or _default_tile(matrix, sum(widths[:-1]), x.element_size(), stats.shared)
     after = (
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
@@ -236,6 +239,20 @@ def _plan(
     )  # fmt: skip
     both = (tables[0], tables[-1])
     return _Plan(both, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
+
+
+def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
+    """Four stages, the fastest on an H200, or as many as let two programs share a multiprocessor.
+
+    matrix, row: elements of the rotation's matrices and of a row; size: bytes of an element; shared: bytes of a
+    multiprocessor.
+    """
+
+    def used(stages: int) -> int:
+        codes = ROWS * row  # on their way from the matrix unit's layout to rows
+        return (matrix + stages * ROWS * row) * size + codes + SYSTEM_SHARED
+
+    return Tile(stages=next((n for n in (4, 3, 2) if 2 * used(n) <= shared), 2 if used(2) <= shared else 1))
 
 
 def _check_tokens(tensors: _Tensors) -> None:
@@ -281,19 +298,23 @@ def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torc
 
 @dataclass(frozen=True)
 class _Device:
+    """processors; whether it converts to OCP e4m3 itself; bytes of shared memory of a multiprocessor."""
+
     processors: int
     native_e4m3: bool
+    shared: int
 
 
 @lru_cache(maxsize=16)
 def _device(device: torch.device) -> _Device:
     if device.type == "cpu":  # Triton's interpreter
-        return _Device(1, False)
+        return _Device(1, False, 1 << 20)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        architecture = properties.gcnArchName.split(":")[0]
-        return _Device(properties.multi_processor_count, architecture.startswith(("gfx95", "gfx12")))
-    return _Device(properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
+        native = properties.gcnArchName.startswith(("gfx95", "gfx12"))
+    else:
+        native = (properties.major, properties.minor) >= (8, 9)
+    return _Device(properties.multi_processor_count, native, properties.shared_memory_per_multiprocessor)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
