@@ -350,6 +350,25 @@ def test_bad_arguments_name_the_value_and_what_is_accepted():
     refuses("num_kv_heads=0", rotate_quantize_qkv, q.flatten(1), 2, 0, 128, *[None] * 5)
 
 
+def test_what_changes_from_call_to_call_is_checked_each_time():
+    """All else is checked once for a layout of the tensors."""
+    q, one = gaussian(8, 2, 64).to(DEVICE), torch.ones(1, device=DEVICE)
+    space, slots = cache("one after the other", 3, 16, 2, 64), torch.arange(8, device=DEVICE)
+    out, scale = rotate_quantize_q(q)
+    rotate_quantize_write(q, q, space, space, slots, one, one)
+    check_q(q[:3].cpu(), "hadamard", "fp8_e4m3", None, out=out[:3], scale=scale[:3])
+    with pytest.raises(ArgumentError, match=r"out is \[8, 2, 64\]"):
+        rotate_quantize_q(q[:3], out=out, scale=scale[:3])
+    with pytest.raises(ArgumentError, match="k and v have 8 and 7 tokens|v is"):
+        rotate_quantize_write(q, q[:7], space, space, slots, one, one)
+    with pytest.raises(ArgumentError, match="at most|k and v have 7 and 7 tokens, slot_mapping has 8"):
+        rotate_quantize_write(q[:7], q[:7], space, space, slots, one, one)
+    with pytest.raises(ArgumentError, match="v_cache is .* same blocks"):
+        rotate_quantize_write(q, q, space, space[:2], slots, one, one)
+    with pytest.raises(ArgumentError, match=r"k_scale is \[3\]"):
+        rotate_quantize_write(q, q, space, space, slots, torch.ones(3, device=DEVICE), one)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_no_call_waits_for_the_gpu():

@@ -216,7 +216,6 @@ def cudnn_fp8(problem: Problem) -> Call:
     amax = [scalar(0.0), scalar(0.0)]
     float32 = cudnn.data_type.FLOAT
     handle = cudnn.create_handle()
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
     graph = cudnn.pygraph(
         io_data_type=cudnn.data_type.FP8_E4M3,
         intermediate_data_type=float32,
@@ -247,6 +246,7 @@ def cudnn_fp8(problem: Problem) -> Call:
     pack = dict(zip([*inputs, result, amax_s, amax_o], [q, k, v, *scales, out, *amax], strict=True))
 
     def call() -> torch.Tensor:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)  # another one during capture
         graph.execute(pack, workspace, handle=handle)
         return out
 

@@ -28,6 +28,7 @@ _Tensors = tuple[torch.Tensor | None, ...]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
 ROWS = 64
+MOST_PLANS = 1024
 SYSTEM_SHARED = 1024  # bytes that CUDA takes of each program's shared memory
 
 
@@ -165,6 +166,8 @@ class _Plan:
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
+# Which of `_launch`'s tensors have a row for each token: all but caches, scales and counters.
+_OF_TOKENS = (True, True, True, True, True, False, False, True, False, False, False)
 
 
 def _launch(tensors: _Tensors, *choices: Any) -> None:
@@ -173,12 +176,13 @@ def _launch(tensors: _Tensors, *choices: Any) -> None:
     Triton binds and specialises arguments anew each time, which takes longer than a short kernel: what doesn't depend
     on the number of tokens is done once for each layout of the tensors.
     """
-    key = (choices, *(None if t is None else (t.shape[1:], t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors))
-    q, out, q_scale, k, v, _, _, slots, k_scale, v_scale, _ = tensors
+    q, _, _, k, _, _, _, slots, *_ = tensors
     device = (k if q is None else q).device  # type: ignore[union-attr]
-    key = (device, k_scale is not None and k_scale.numel(), v_scale is not None and v_scale.numel(), *key)
+    key = (choices, *map(_layout, tensors, _OF_TOKENS))
     plan = _plans.get(key)
     if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
         plan = _plans[key] = _plan(tensors, *choices)
     else:
         _check_tokens(tensors)
@@ -199,6 +203,13 @@ def _launch(tensors: _Tensors, *choices: Any) -> None:
         made = rotate_quantize[grid](*arguments, num_warps=plan.tile.warps, **options)
         if made is not None:  # the interpreter compiles nothing
             plan.compiled.append(made)
+
+
+def _layout(tensor: torch.Tensor | None, of_tokens: bool) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    shape = tensor.shape[1:] if of_tokens else tensor.shape
+    return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 
 def _plan(
