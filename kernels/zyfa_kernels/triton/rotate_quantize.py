@@ -2,9 +2,10 @@
 
 The numbers are those of `zyfa_backend.quantization` (e4m3fn or int8 codes; see there for NaN and infinities): without
 a rotation bit for bit; with method "butterfly" bit for bit as well; with "dot" the fp32 sums of a rotation come in the
-matrix unit's order, so that a value within its rounding of a tie (2^-20 of the row's norm) may take the neighbouring
-code, and a scale of Q differ in its last bits. The bits of a row depend on that row alone. Of a NaN code of e4m3 the
-sign is not defined. K and V scales lie in [2^-126, 2^125]; they are not checked, which would wait for the GPU.
+matrix unit's order and the factors follow as one, so that a value within 2^-20 of the row's norm of a tie may take the
+neighbouring code, and a scale of Q differ in its last bits. The bits of a row depend on that row alone. Of a NaN code
+of e4m3 the sign is not defined. K and V scales lie in [2^-126, 2^125]; they are not checked, which would wait for the
+GPU. The first call for a layout of tensors compiles and makes tables: not while a graph is captured.
 
 Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units read e4m3fnuz.
 """
@@ -20,20 +21,16 @@ from typing import Any
 import torch
 
 from . import hadamard
+from . import rotate_quantize_checks as checks
+from .rotate_quantize_checks import FORMATS, ArgumentError, Tensors
 from .rotate_quantize_kernel import rotate_quantize
 
-FORMATS = ("fp8_e4m3", "int8")
+__all__ = ["ArgumentError", "Tile", "rotate_quantize_q", "rotate_quantize_qkv", "rotate_quantize_write"]
+
 METHODS = ("dot", "butterfly")
-_Tensors = tuple[torch.Tensor | None, ...]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_DIM = 256
 ROWS = 64
 MOST_PLANS = 1024
 SYSTEM_SHARED = 1024  # bytes that CUDA takes of each program's shared memory
-
-
-class ArgumentError(ValueError):
-    """An argument is not accepted; the message names it, its value and what would be."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def rotate_quantize_q(
     (uint8 or int8) without it. scale: fp32 [T, Hq] likewise. method, tile: None for what measures fastest.
     Returns (codes, scale), q = codes · scale. Raises ArgumentError.
     """
-    _check_input("q", q)
+    checks.input("q", q)
     out, scale = _outputs(q, qk_format, out, scale)
     _launch((q, _bytes(out), scale, *[None] * 8), rotation, qk_format, method, tile)
     return out, scale
@@ -99,8 +96,8 @@ def rotate_quantize_write(
     saturated: int64 [2], to which the numbers of values of K and V that were clipped are added; not counted without it.
     Raises ArgumentError.
     """
-    _check_input("k", k)
-    _check_input("v", v)
+    checks.input("k", k)
+    checks.input("v", v)
     if v.shape[:2] != k.shape[:2] or v.dtype != k.dtype or v.device != k.device:
         raise ArgumentError(
             f"v is {list(v.shape)} {v.dtype} on {v.device}, k {list(k.shape)} {k.dtype} on {k.device}; "
@@ -145,7 +142,7 @@ def rotate_quantize_qkv(
     dims = (head_dim, head_dim, v_dim)
     q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(widths, 1), dims, strict=True))
     for name, part in (("q", q), ("k", k), ("v", v)):
-        _check_input(name, part)
+        checks.input(name, part)
     out, scale = _outputs(q, qk_format, out, scale)
     cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
     _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, method, tile)
@@ -170,7 +167,7 @@ _plans: dict[tuple[Any, ...], _Plan] = {}
 _OF_TOKENS = (True, True, True, True, True, False, False, True, False, False, False)
 
 
-def _launch(tensors: _Tensors, *choices: Any) -> None:
+def _launch(tensors: Tensors, *choices: Any) -> None:
     """Checks and launches. tensors: q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated.
 
     Triton binds and specialises arguments anew each time, which takes longer than a short kernel: what doesn't depend
@@ -185,7 +182,7 @@ def _launch(tensors: _Tensors, *choices: Any) -> None:
             _plans.clear()
         plan = _plans[key] = _plan(tensors, *choices)
     else:
-        _check_tokens(tensors)
+        checks.tokens(tensors)
     q_tokens = 0 if q is None else q.shape[0]
     kv_tokens = 0 if slots is None else slots.shape[0]
     rows = plan.tile.rows
@@ -213,7 +210,7 @@ def _layout(tensor: torch.Tensor | None, of_tokens: bool) -> tuple[Any, ...] | N
 
 
 def _plan(
-    tensors: _Tensors, rotation: str | None, qk_format: str, method: str | None, tile: Tile | None
+    tensors: Tensors, rotation: str | None, qk_format: str, method: str | None, tile: Tile | None
 ) -> _Plan:
     """Checks everything. Raises ArgumentError."""
     q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated = tensors
@@ -226,13 +223,13 @@ def _plan(
     if k is not None:
         assert v is not None and k_cache is not None and v_cache is not None and slots is not None
         kv_heads, v_dim = k.shape[1], v.shape[2]
-        _check_cache("k_cache", k_cache, k, k_cache)
-        _check_cache("v_cache", v_cache, v, k_cache)
-        _check_slots(slots, k)
-        _check_scale("k_scale", k_scale, k)
-        _check_scale("v_scale", v_scale, k)
-        _check_saturated(saturated, device)
-    _check_tokens(tensors)
+        checks.cache("k_cache", k_cache, k, k_cache)
+        checks.cache("v_cache", v_cache, v, k_cache)
+        checks.slots(slots, k)
+        checks.scale("k_scale", k_scale, k)
+        checks.scale("v_scale", v_scale, k)
+        checks.saturated(saturated, device)
+    checks.tokens(tensors)
     stats = _device(device)
     tables = _tables(dim, turn, rotation, x.dtype, device)
     widths = [hadamard.padded(order) for order in blocks] + [1]
@@ -264,18 +261,6 @@ def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
         return (matrix + stages * ROWS * row) * size + codes + SYSTEM_SHARED
 
     return Tile(stages=next((n for n in (4, 3, 2) if 2 * used(n) <= shared), 2 if used(2) <= shared else 1))
-
-
-def _check_tokens(tensors: _Tensors) -> None:
-    """The numbers of tokens, which alone may change from call to call of a plan."""
-    q, out, q_scale, k, v, _, _, slots, *_ = tensors
-    if q is not None and not q.shape[0] == out.shape[0] == q_scale.shape[0]:  # type: ignore[union-attr]
-        raise ArgumentError(f"out and scale have {out.shape[0]} and {q_scale.shape[0]} tokens, q has {q.shape[0]}")  # type: ignore[union-attr]
-    if k is not None and not slots.shape[0] <= k.shape[0] == v.shape[0]:  # type: ignore[union-attr]
-        raise ArgumentError(
-            f"k and v have {k.shape[0]} and {v.shape[0]} tokens, slot_mapping has {slots.shape[0]}; "  # type: ignore[union-attr]
-            f"expected as many of k as of v, and no more slots"
-        )
 
 
 def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
@@ -357,55 +342,6 @@ def _outputs(
         out = torch.empty(q.shape, dtype=accepted[0], device=q.device)
     if scale is None:
         scale = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    _expect("out", out, q.shape, accepted, q.device)
-    _expect("scale", scale, q.shape[:2], (torch.float32,), q.device)
+    checks.expect("out", out, q.shape, accepted, q.device)
+    checks.expect("scale", scale, q.shape[:2], (torch.float32,), q.device)
     return out, scale
-
-
-def _expect(name: str, tensor: torch.Tensor, shape, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes or tensor.device != device:
-        wanted = " or ".join(map(str, dtypes))
-        raise ArgumentError(
-            f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-            f"expected {list(shape)} {wanted} on {device}"
-        )
-
-
-def _check_input(name: str, x: torch.Tensor) -> None:
-    if x.dim() != 3 or x.dtype not in DTYPES or not 1 <= x.shape[2] <= LARGEST_DIM or x.shape[1] < 1:
-        raise ArgumentError(
-            f"{name} is {list(x.shape)} {x.dtype}; expected [T, H, D] with D up to {LARGEST_DIM} "
-            f"in bfloat16, float16 or float32"
-        )
-
-
-def _check_cache(name: str, cache: torch.Tensor, x: torch.Tensor, k_cache: torch.Tensor) -> None:
-    shape = (*k_cache.shape[:2], *x.shape[1:])
-    if k_cache.dim() != 4 or cache.shape != shape or cache.dtype != torch.uint8 or cache.device != x.device:
-        raise ArgumentError(
-            f"{name} is {list(cache.shape)} {cache.dtype} on {cache.device}; expected [num_blocks, block_size, "
-            f"{x.shape[1]}, {x.shape[2]}] in uint8, int8 or float8_e4m3fn on {x.device}, K and V with the same blocks"
-        )
-
-
-def _check_slots(slots: torch.Tensor, k: torch.Tensor) -> None:
-    accepted = (torch.int32, torch.int64)
-    if slots.dim() != 1 or slots.dtype not in accepted or slots.device != k.device or slots.shape[0] > k.shape[0]:
-        raise ArgumentError(
-            f"slot_mapping is {list(slots.shape)} {slots.dtype} on {slots.device}; expected at most [{k.shape[0]}] "
-            f"in int32 or int64 on {k.device}"
-        )
-
-
-def _check_scale(name: str, scale: torch.Tensor, k: torch.Tensor) -> None:
-    shape = (1,) if scale.numel() == 1 and scale.dim() <= 1 else (k.shape[1],)
-    if scale.dim() == 0:
-        shape = ()
-    _expect(name, scale, shape, (torch.float32,), k.device)
-
-
-def _check_saturated(saturated: torch.Tensor | None, device: torch.device) -> None:
-    if saturated is not None:
-        _expect("saturated", saturated, (2,), (torch.int64,), device)
-        if saturated.stride(0) != 1:
-            raise ArgumentError("saturated has a stride; expected two counters side by side")
