@@ -139,20 +139,12 @@ def _first_tile(before):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _largest_bits(y, NORM: tl.constexpr, ROTATE: tl.constexpr, NATIVE: tl.constexpr):
+def _largest_bits(y, NORM: tl.constexpr, ROTATE: tl.constexpr):
     """Bits of the largest magnitude of each row; a NaN's are larger than all others."""
-    if NATIVE:
-        largest = tl.reduce(tl.abs(y), 1, _larger)  # one instruction a value where the hardware keeps NaN
-    else:
-        largest = tl.max(y.to(tl.int32, bitcast=True) & ABS_BITS, 1).to(tl.float32, bitcast=True)
+    bits = tl.max(y.to(tl.int32, bitcast=True) & ABS_BITS, 1)
     if ROTATE == "dot":
-        largest = largest * NORM
-    return largest.to(tl.int32, bitcast=True) & ABS_BITS
+        bits = (bits.to(tl.float32, bitcast=True) * NORM).to(tl.int32, bitcast=True)
+    return bits
 
 
 @triton.jit
@@ -222,10 +214,10 @@ def _quantize_q(
         live = tl.arange(0, ROWS) < count - tile * ROWS
         base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
         y0 = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
-        bits = _largest_bits(y0, N0, ROTATE, NATIVE)
+        bits = _largest_bits(y0, N0, ROTATE)
         if D1:
             y1 = _rotated(base, start, live, x_channel, m1, D0, D1, W1, N1, ROTATE, ROWS)
-            bits = tl.maximum(bits, _largest_bits(y1, N1, ROTATE, NATIVE))
+            bits = tl.maximum(bits, _largest_bits(y1, N1, ROTATE))
         largest = bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(_over(largest, INT8_MAX if INT8 else E4M3_MAX), SMALLEST_NORMAL)
         scale = tl.where(bits == 0, 1.0, tl.where(bits < INF_BITS, scale, float("nan")))
