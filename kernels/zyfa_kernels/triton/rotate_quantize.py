@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 
 from . import hadamard
 from . import rotate_quantize_checks as checks
@@ -252,8 +253,8 @@ def _plan(
 def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
     """Four stages, the fastest on an H200, or as many as let two programs share a multiprocessor.
 
-    matrix, row: elements of the rotation's matrices and of a row; size: bytes of an element; shared: bytes of a
-    multiprocessor.
+    matrix, row: elements of the rotation's matrices and of a row; size: bytes of an element; shared: bytes that one
+    program may have, which is about what a multiprocessor has.
     """
 
     def used(stages: int) -> int:
@@ -294,7 +295,7 @@ def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torc
 
 @dataclass(frozen=True)
 class _Device:
-    """processors; whether it converts to OCP e4m3 itself; bytes of shared memory of a multiprocessor."""
+    """processors; whether it converts to OCP e4m3 itself; bytes of shared memory that a program may have."""
 
     processors: int
     native_e4m3: bool
@@ -310,7 +311,9 @@ def _device(device: torch.device) -> _Device:
         native = properties.gcnArchName.startswith(("gfx95", "gfx12"))
     else:
         native = (properties.major, properties.minor) >= (8, 9)
-    return _Device(properties.multi_processor_count, native, properties.shared_memory_per_multiprocessor)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return _Device(properties.multi_processor_count, native, shared)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
