@@ -153,6 +153,24 @@ def test_ragged_numbers_of_tokens(tokens):
     check_q(gaussian(tokens, 3, 128), "hadamard", "fp8_e4m3", ORDERED)
 
 
+@pytest.mark.parametrize("heads", [1, 8, 40, 64, 128])
+def test_any_number_of_heads(heads):
+    """More than a tile's rows, as many, fewer, and none that divides or is divided."""
+    tokens = 200 // heads + 2
+    q = gaussian(tokens, heads, 64)
+    check_q(q, "hadamard", "fp8_e4m3", ORDERED, on_device=q.transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE))
+    k_cache = cache("heads before slots", 14, 16, heads, 64)
+    v_cache, scale = cache("K beside V", 14, 16, heads, 64), torch.linspace(0.1, 0.3, heads)
+    slots = torch.arange(tokens).flip(0)
+    rotate_quantize_write(
+        *(x.to(DEVICE) for x in (q, q)), k_cache, v_cache, *(x.to(DEVICE) for x in (slots, scale, scale)),
+        method=ORDERED,
+    )  # fmt: skip
+    for where, rotation in ((k_cache, "hadamard"), (v_cache, "none")):
+        stored = where.cpu().flatten(0, 1)[:tokens].flip(0)
+        assert same_codes(stored, quantize_kv(q, scale, "fp8_e4m3", rotation), "fp8_e4m3")
+
+
 def test_a_row_has_the_same_bits_alone_and_in_a_batch():
     q = gaussian(70, 4, 128).to(DEVICE)
     codes, scale = rotate_quantize_q(q)
@@ -318,6 +336,25 @@ def test_bad_arguments_name_the_value_and_what_is_accepted():
     refuses("saturated is", rotate_quantize_write, q, q, space, space, slots, one, one, saturated=slots[:1])
     refuses(r"qkv is \[2, 256\]; expected \[T, 768\]", rotate_quantize_qkv, q.flatten(1), 2, 2, 128, *[None] * 5)
     refuses("num_kv_heads=0", rotate_quantize_qkv, q.flatten(1), 2, 0, 128, *[None] * 5)
+
+
+def test_what_changes_from_call_to_call_is_checked_each_time():
+    """All else is checked once for a layout of the tensors."""
+    q, one = gaussian(8, 2, 64).to(DEVICE), torch.ones(1, device=DEVICE)
+    space, slots = cache("one after the other", 3, 16, 2, 64), torch.arange(8, device=DEVICE)
+    out, scale = rotate_quantize_q(q)
+    rotate_quantize_write(q, q, space, space, slots, one, one)
+    check_q(q[:3].cpu(), "hadamard", "fp8_e4m3", None, out=out[:3], scale=scale[:3])
+    with pytest.raises(ArgumentError, match=r"out is \[8, 2, 64\]"):
+        rotate_quantize_q(q[:3], out=out, scale=scale[:3])
+    with pytest.raises(ArgumentError, match="k and v have 8 and 7 tokens|v is"):
+        rotate_quantize_write(q, q[:7], space, space, slots, one, one)
+    with pytest.raises(ArgumentError, match="at most|k and v have 7 and 7 tokens, slot_mapping has 8"):
+        rotate_quantize_write(q[:7], q[:7], space, space, slots, one, one)
+    with pytest.raises(ArgumentError, match="v_cache is .* same blocks"):
+        rotate_quantize_write(q, q, space, space[:2], slots, one, one)
+    with pytest.raises(ArgumentError, match=r"k_scale is \[3\]"):
+        rotate_quantize_write(q, q, space, space, slots, torch.ones(3, device=DEVICE), one)
 
 
 @pytest.mark.gpu

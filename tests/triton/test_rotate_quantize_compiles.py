@@ -54,7 +54,7 @@ CASES = {
     "hadamard": dict(dim=128, second=0, rotate="dot", int8=False, count=False),
     "int8 mla counted": dict(dim=128, second=64, rotate="dot", int8=True, count=True),
     "butterfly": dict(dim=64, second=0, rotate="butterfly", int8=False, count=False),
-    "96 wide": dict(dim=96, second=0, rotate="full", int8=False, count=False),
+    "96 wide": dict(dim=96, second=0, rotate="dot", int8=False, count=False),
 }
 # What the product of a rotation and the conversion of two floats to codes become; no conversion to OCP e4m3 on gfx942.
 MATRIX = {"gfx950": "v_mfma_f32_", "gfx942": "v_mfma_f32_", "sm_90": "wgmma.mma_async"}

@@ -15,6 +15,7 @@ NVIDIA_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 NAMES = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
 PERIOD_S = 0.1
 ROCM_PERIOD_S = 0.5
+START_S = 5.0  # the most that is waited for the first sample
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Sampler:
             target = self._read_nvidia if self.tool == "nvidia-smi" else self._read_rocm
             self._thread = threading.Thread(target=target, daemon=True)
             self._thread.start()
+            deadline = time.monotonic() + START_S
+            while not self.samples and self._thread.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.05)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +100,7 @@ def parse_nvidia(line: str) -> dict[str, float]:
 
 def parse_rocm(text: str) -> dict[str, float]:
     """Values of rocm-smi's JSON, whose keys differ between versions. Raises ValueError where it is none."""
-    card = next(iter(json.loads(text).values()), {})
+    card: dict[str, Any] = next(iter(json.loads(text).values()), {})
     patterns = {
         "sm_mhz": r"sclk clock speed",
         "memory_mhz": r"mclk clock speed",
@@ -104,9 +108,9 @@ def parse_rocm(text: str) -> dict[str, float]:
         "temperature_c": r"temperature \(sensor (junction|edge)\)",
     }
     values = {}
-    for key, text in card.items():
+    for key, shown in card.items():
         for name, pattern in patterns.items():
-            number = re.search(r"\d+(\.\d+)?", str(text))
+            number = re.search(r"\d+(\.\d+)?", str(shown))
             if name not in values and re.match(pattern, key.lower()) and number:
                 values[name] = float(number[0])
     return values

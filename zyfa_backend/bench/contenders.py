@@ -202,18 +202,20 @@ def cudnn_fp8(problem: Problem) -> Call:
     shape = problem.shape
     (q, q_scale), (k, k_scale), (v, v_scale) = map(_per_tensor, (problem.q, problem.k, problem.v))
     q, k, v = (_heads_first(x, shape.batch) for x in (q, k, v))
-    out = torch.empty(q.shape[0], shape.seq, shape.q_heads, shape.v_dim, dtype=torch.bfloat16, device=q.device)
-    out = out.transpose(1, 2)
+    # Before Blackwell the output is fp8 as well.
+    kind = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 10 else torch.float8_e4m3fn
+    out = torch.empty(q.shape[0], shape.seq, shape.q_heads, shape.v_dim, dtype=kind, device=q.device).transpose(1, 2)
 
     def scalar(value: torch.Tensor | float) -> torch.Tensor:
         return torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(1, 1, 1, 1)
 
     # P is computed in fp8 as well: P ≤ 1 is lifted to e4m3's range.
-    scales = [scalar(x) for x in (q_scale, k_scale, v_scale, 1 / 256, 256.0, 1.0)]
+    # O is no larger than V; its scale is 1 over V's.
+    o_scale = 1.0 if kind == torch.bfloat16 else 1 / v_scale
+    scales = [scalar(x) for x in (q_scale, k_scale, v_scale, 1 / 256, 256.0, o_scale)]
     amax = [scalar(0.0), scalar(0.0)]
     float32 = cudnn.data_type.FLOAT
     handle = cudnn.create_handle()
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
     graph = cudnn.pygraph(
         io_data_type=cudnn.data_type.FP8_E4M3,
         intermediate_data_type=float32,
@@ -221,8 +223,8 @@ def cudnn_fp8(problem: Problem) -> Call:
         handle=handle,
     )
 
-    def tensor(x: torch.Tensor, kind: Any) -> Any:
-        return graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind)
+    def tensor(x: torch.Tensor, type_: Any) -> Any:
+        return graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=type_)
 
     inputs = [tensor(x, cudnn.data_type.FP8_E4M3) for x in (q, k, v)] + [tensor(x, float32) for x in scales]
     names = ("q", "k", "v", "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -234,7 +236,7 @@ def cudnn_fp8(problem: Problem) -> Call:
             use_causal_mask=shape.causal,
         )
         result.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
-        result.set_data_type(cudnn.data_type.BFLOAT16)
+        result.set_data_type(cudnn.data_type.FP8_E4M3 if kind == torch.float8_e4m3fn else cudnn.data_type.BFLOAT16)
         for one in (amax_s, amax_o):
             one.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_data_type(float32)
         graph.build([cudnn.heur_mode.A])
@@ -244,6 +246,7 @@ def cudnn_fp8(problem: Problem) -> Call:
     pack = dict(zip([*inputs, result, amax_s, amax_o], [q, k, v, *scales, out, *amax], strict=True))
 
     def call() -> torch.Tensor:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)  # another one during capture
         graph.execute(pack, workspace, handle=handle)
         return out
 
@@ -299,9 +302,11 @@ def aiter_fp8(problem: Problem) -> Call:
     )
 
 
-def tokens_first(name: str, out: Any, problem: Problem) -> torch.Tensor:
-    """A contender's output as [T, Hq, Dv]."""
+def tokens_first(out: Any, problem: Problem) -> torch.Tensor:
+    """A contender's output as [T, Hq, Dv]; one in fp8, of which V's scale is the unit, in bf16."""
     out = out[0] if isinstance(out, tuple | list) else out
+    if out.dtype == torch.float8_e4m3fn:
+        out = (out.float() * _per_tensor(problem.v)[1]).bfloat16()
     return out.transpose(1, 2).flatten(0, 1) if out.dim() == 4 else out
 
 

@@ -50,13 +50,13 @@ def calls(problem: Problem, settings: Settings, report: Report) -> tuple[dict[st
         for variant in settings.variants
     }
     makers |= {name: contenders.PEERS[name] for name in settings.peers}
-    expected = contenders.tokens_first("sdpa-bf16", contenders.sdpa(problem)(), problem)
+    expected = contenders.tokens_first(contenders.sdpa(problem)(), problem)
     found: dict[str, contenders.Call] = {}
     differences: dict[str, float] = {}
     for name, maker in makers.items():
         try:
             call = maker(problem)
-            out = contenders.tokens_first(name, call(), problem)
+            out = contenders.tokens_first(call(), problem)
             torch.cuda.synchronize()
         except Unavailable as error:
             _skip(report, name, problem, str(error))

@@ -132,7 +132,8 @@ def captured(path: Path, causal: bool, layers: list[int] | None, device: str = "
                 f"expected [tokens, heads, D] with D of {', '.join(DIMS)}"
             )
         shape = Shape(dims, q.shape[1], k.shape[1], q.shape[0], 1, causal, f"{path.stem} layer {layer}")
-        problems.append(Problem(shape, *(x.to(device, torch.bfloat16) for x in (q, k, v)), scale))
+        q, k, v = (x.to(device, torch.bfloat16) for x in (q, k, v))
+        problems.append(Problem(shape, q, k, v, scale))
     return problems
 
 

@@ -121,15 +121,16 @@ def _operands(shape: Shape, block_size: int, form: str, seed: int) -> dict[str, 
 def _call(one: dict[str, Any], shape: Shape, what: str, form: str, rotation: str) -> Callable[[], object]:
     from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_qkv, rotate_quantize_write
 
-    named = {"rotation": rotation, "qk_format": form}
+    named: dict[str, Any] = {"rotation": rotation, "qk_format": form}
     cache = (one["k_cache"], one["v_cache"], one["slots"], one["scale"], one["scale"])
-    outputs = {"out": one["out"], "scale": one["q_scale"]}
+    outputs: dict[str, Any] = {"out": one["out"], "scale": one["q_scale"]}
     if what == "q":
         return lambda: rotate_quantize_q(one["q"], **named, **outputs)
     if what == "kv":
         return lambda: rotate_quantize_write(one["k"], one["v"], *cache, **named)
+    named |= {"v_head_dim": shape.v_dim, **outputs}
     sizes = (shape.q_heads, shape.kv_heads, shape.qk_dim)
-    return lambda: rotate_quantize_qkv(one["qkv"], *sizes, *cache, v_head_dim=shape.v_dim, **named, **outputs)
+    return lambda: rotate_quantize_qkv(one["qkv"], *sizes, *cache, **named)
 
 
 def _engine_write(sets: list[dict[str, Any]]) -> Callable[[], object] | None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json as json_module
 import shlex
 import signal
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zyfa_backend.commands.common import Json, UserError, log, print_json
+from zyfa_backend.commands.compare import split_words
+
+if TYPE_CHECKING:
+    from zyfa_backend.bench import kernels, serving
+    from zyfa_backend.bench.presets import Preset
+    from zyfa_backend.bench.shapes import Shape
+    from zyfa_backend.compare.variants import Variant
 
 PARTS = ("kernel", "sustained", "captured", "write", "serving")
+BLOCK_SIZES = (16, 32, 64, 128)
+LONGEST_S = 3600
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +56,7 @@ def bench(
             "One that is not installed or refuses a shape is listed with its reason."
         ),
     ] = "all",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block of the paged cache.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block of the paged cache: 16, 32, 64, 128.")] = 16,
     warmups: Annotated[int, typer.Option(min=0, help="Launches of each contender before any is timed.")] = 500,
     launches: Annotated[int, typer.Option(min=1, help="Timed launches of each contender.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Turns that the timed launches are spread over.")] = 10,
@@ -91,6 +101,13 @@ def bench(
     wanted_layers = _numbers("--layers", layers, least=0) if layers else None
     if repeats > launches:
         raise UserError(f"--repeats {repeats} is more than --launches {launches}; each turn has a launch", code=2)
+    if block_size not in BLOCK_SIZES:
+        raise UserError(
+            f"--block-size {block_size} is not accepted; choose {', '.join(map(str, BLOCK_SIZES))}", code=2
+        )
+    for name, value in (("--warm-in", warm_in), ("--sustain", sustain)):
+        if not value <= LONGEST_S:
+            raise UserError(f"{name} {value:g} is not accepted; it is at most {LONGEST_S} seconds", code=2)
     for path in (out, *out.parents):
         if path.exists():
             if not path.is_dir():
@@ -111,14 +128,26 @@ def bench(
             layers=wanted_layers,
             causal=causal,
             seed=seed,
+            kernel=_kernel_settings(variants, peers, block_size, warmups, launches, repeats, warm_in, sustain),
         )
-        work.kernel = _kernel_settings(variants, peers, block_size, warmups, launches, repeats, warm_in, sustain)
         if "serving" in chosen:
-            work.serving(models, serve, define or [], prompt_lengths)
-            work.serving_settings = _serving_settings(
-                prompt_lengths, requests, concurrency, server_rounds, server_arg or [], startup_timeout,
-                request_timeout, seed,
-            )  # fmt: skip
+            from zyfa_backend.bench import presets
+            from zyfa_backend.bench import serving as serving_module
+
+            work.models = [presets.load(name) for name in _words("--models", models)]
+            work.servers = serving_module.select([name for name in serve.split(",") if name], define or [])
+            for model in work.models:
+                serving_module.lengths(model, tuple(prompt_lengths))
+            work.serving = serving_module.Settings(
+                tuple(prompt_lengths),
+                requests,
+                concurrency,
+                server_rounds,
+                split_words(server_arg or []),
+                startup_timeout,
+                request_timeout,
+                seed,
+            )
     except BenchError as error:
         raise UserError(str(error), code=2) from error
     _require_gpu()
@@ -133,23 +162,21 @@ def bench(
         raise UserError(f"nothing could be measured: {reasons or 'no part had work'}")
 
 
+@dataclass
 class _Work:
     """What is to be measured, once every argument is known to be good."""
 
-    def __init__(self, **facts: Any) -> None:
-        self.kernel: Any = None
-        self.serving_settings: Any = None
-        self.models: list[Any] = []
-        self.servers: list[Any] = []
-        self.__dict__.update(facts)
-
-    def serving(self, models: str, serve: str, define: list[str], prompts: list[int]) -> None:
-        from zyfa_backend.bench import presets, serving
-
-        self.models = [presets.load(name) for name in _words("--models", models)]
-        self.servers = serving.select([name for name in serve.split(",") if name], define)
-        for model in self.models:
-            serving.lengths(model, tuple(prompts))
+    parts: list[str]
+    problems: list[Shape]
+    written: Shape
+    input: Path | None
+    layers: list[int] | None
+    causal: bool
+    seed: int
+    kernel: kernels.Settings
+    models: list[Preset] = field(default_factory=list)
+    servers: list[Variant] = field(default_factory=list)
+    serving: serving.Settings | None = None
 
 
 def _kernel_settings(variants: str, peers: str, block_size: int, warmups: int, launches: int, repeats: int,
@@ -167,14 +194,6 @@ def _kernel_settings(variants: str, peers: str, block_size: int, warmups: int, l
     return Settings(
         tuple(names), tuple(contenders.select(peers)), block_size, warmups, launches, repeats, warm_in, sustain
     )
-
-
-def _serving_settings(prompts: list[int], requests: int, concurrency: int, rounds: int, args: list[str],
-                      startup: float, request: float, seed: int) -> Any:  # fmt: skip
-    from zyfa_backend.bench.serving import Settings
-    from zyfa_backend.commands.compare import split_words
-
-    return Settings(tuple(prompts), requests, concurrency, rounds, split_words(args), startup, request, seed)
 
 
 def _measure(work: _Work, out: Path, command: str) -> dict[str, Any]:
@@ -211,6 +230,7 @@ def _measure(work: _Work, out: Path, command: str) -> dict[str, Any]:
                             kernels.sustained(part, [problem], work.kernel, found)
                         save()
                 elif part == "captured":
+                    assert work.input is not None
                     problems = shapes.captured(work.input, work.causal, work.layers)
                     for problem in problems:
                         log(f"{part}: {problem.shape}")
@@ -224,8 +244,9 @@ def _measure(work: _Work, out: Path, command: str) -> dict[str, Any]:
                         found.skipped.append({"kernel": "write", "shape": str(work.written), "reason": str(error)})
                 elif part == "serving":
                     for preset in work.models:
+                        assert work.serving is not None
                         found.rows += serving.measure(
-                            preset, work.servers, work.serving_settings, log, found.skipped, sampler, out / "logs"
+                            preset, work.servers, work.serving, log, found.skipped, sampler, out / "logs"
                         )
                         save()
                 save()
@@ -258,6 +279,8 @@ def _interrupt(*_: object) -> None:
 
 
 def _parts(text: str, input: Path | None) -> list[str]:
+    if input is not None and not input.is_file():
+        raise UserError(f"--input {str(input)!r} is not a file", code=2)
     if not text:
         return ["kernel", "sustained", *(["captured"] if input else []), "write"]
     chosen = _words("--parts", text)
@@ -266,8 +289,6 @@ def _parts(text: str, input: Path | None) -> list[str]:
         raise UserError(f"--parts {', '.join(unknown)} is not accepted; choose from {', '.join(PARTS)}", code=2)
     if "captured" in chosen and input is None:
         raise UserError("the captured part needs --input FILE.npz, which `zyfa capture` writes", code=2)
-    if input is not None and not input.is_file():
-        raise UserError(f"--input {str(input)!r} is not a file", code=2)
     return chosen
 
 

@@ -27,7 +27,7 @@ def matrices(dim: int, kind: str, dtype: torch.dtype, device: torch.device) -> t
     """The blocks M [padded order]² of the rotation with x @ M / sqrt(order), zero beyond the order. Do not modify."""
     found, start = [], 0
     for order in BLOCKS[dim]:
-        block = torch.kron(_paley_12(), sylvester(8)) if order == 96 else sylvester(order)
+        block = torch.kron(_paley_12(), _sylvester(8)) if order == 96 else _sylvester(order)
         if kind == "signed":
             block = signs(dim)[start : start + order, None] * block
         full = torch.zeros(padded(order), padded(order))
@@ -43,8 +43,7 @@ def signs(dim: int) -> torch.Tensor:
     return torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(dim)])
 
 
-def sylvester(order: int) -> torch.Tensor:
-    """Sylvester's Hadamard matrix, ±1 in fp32 [order, order]; order is a power of two."""
+def _sylvester(order: int) -> torch.Tensor:
     h = torch.ones(1, 1)
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     while h.shape[0] < order:

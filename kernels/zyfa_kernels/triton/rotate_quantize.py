@@ -2,9 +2,10 @@
 
 The numbers are those of `zyfa_backend.quantization` (e4m3fn or int8 codes; see there for NaN and infinities): without
 a rotation bit for bit; with method "butterfly" bit for bit as well; with "dot" the fp32 sums of a rotation come in the
-matrix unit's order, so that a value within its rounding of a tie (2^-20 of the row's norm) may take the neighbouring
-code, and a scale of Q differ in its last bits. The bits of a row depend on that row alone. Of a NaN code of e4m3 the
-sign is not defined. K and V scales lie in [2^-126, 2^125]; they are not checked, which would wait for the GPU.
+matrix unit's order and the factors follow as one, so that a value within 2^-20 of the row's norm of a tie may take the
+neighbouring code, and a scale of Q differ in its last bits. The bits of a row depend on that row alone. Of a NaN code
+of e4m3 the sign is not defined. K and V scales lie in [2^-126, 2^125]; they are not checked, which would wait for the
+GPU. The first call for a layout of tensors compiles and makes tables: not while a graph is captured.
 
 Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units read e4m3fnuz.
 """
@@ -12,25 +13,25 @@ Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units r
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+import triton
 
 from . import hadamard
+from . import rotate_quantize_checks as checks
+from .rotate_quantize_checks import FORMATS, ArgumentError, Tensors
 from .rotate_quantize_kernel import rotate_quantize
 
-FORMATS = ("fp8_e4m3", "int8")
+__all__ = ["ArgumentError", "Tile", "rotate_quantize_q", "rotate_quantize_qkv", "rotate_quantize_write"]
+
 METHODS = ("dot", "butterfly")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_DIM = 256
-QUICK = True
-_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-
-
-class ArgumentError(ValueError):
-    """An argument is not accepted; the message names it, its value and what would be."""
+ROWS = 64
+MOST_PLANS = 1024
+SYSTEM_SHARED = 1024  # bytes that CUDA takes of each program's shared memory
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,13 @@ class Tile:
     """How the work is cut.
 
     rows: heads of tokens that a program handles at a time; warps: of a program; stages: tiles in flight; programs: the
-    most that share a multiprocessor, None for as many as tiles; registers: the most of a thread on CUDA, None for the
-    compiler's choice.
+    most that share a multiprocessor; registers: the most of a thread on CUDA, None for the compiler's choice.
     """
 
-    rows: int = 64
+    rows: int = ROWS
     warps: int = 4
-    stages: int = 1
-    programs: int | None = None
+    stages: int = 4
+    programs: int = 2
     registers: int | None = None
 
 
@@ -67,9 +67,9 @@ def rotate_quantize_q(
     (uint8 or int8) without it. scale: fp32 [T, Hq] likewise. method, tile: None for what measures fastest.
     Returns (codes, scale), q = codes · scale. Raises ArgumentError.
     """
-    _check_input("q", q)
+    checks.input("q", q)
     out, scale = _outputs(q, qk_format, out, scale)
-    _launch(q, out, scale, None, None, None, None, None, None, None, None, rotation, qk_format, method, tile)
+    _launch((q, _bytes(out), scale, *[None] * 8), rotation, qk_format, method, tile)
     return out, scale
 
 
@@ -97,17 +97,15 @@ def rotate_quantize_write(
     saturated: int64 [2], to which the numbers of values of K and V that were clipped are added; not counted without it.
     Raises ArgumentError.
     """
-    _check_input("k", k)
-    _check_input("v", v)
+    checks.input("k", k)
+    checks.input("v", v)
     if v.shape[:2] != k.shape[:2] or v.dtype != k.dtype or v.device != k.device:
         raise ArgumentError(
             f"v is {list(v.shape)} {v.dtype} on {v.device}, k {list(k.shape)} {k.dtype} on {k.device}; "
             f"expected the same tokens, heads, dtype and device"
         )
-    _launch(
-        None, None, None, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format,
-        method, tile,
-    )  # fmt: skip
+    cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
+    _launch((None, None, None, k, v, *cache), rotation, qk_format, method, tile)
 
 
 def rotate_quantize_qkv(
@@ -145,77 +143,125 @@ def rotate_quantize_qkv(
     dims = (head_dim, head_dim, v_dim)
     q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(widths, 1), dims, strict=True))
     for name, part in (("q", q), ("k", k), ("v", v)):
-        _check_input(name, part)
+        checks.input(name, part)
     out, scale = _outputs(q, qk_format, out, scale)
-    _launch(
-        q, out, scale, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, saturated, rotation, qk_format, method,
-        tile,
-    )  # fmt: skip
+    cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
+    _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, method, tile)
     return out, scale
 
 
-def _launch(
-    q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated, rotation, qk_format, method, tile
-) -> None:  # fmt: skip
-    """Checks what is left to check and launches; q or k may be None, with what belongs to them."""
+@dataclass(frozen=True)
+class _Plan:
+    """A checked call: what is passed to the kernel after the tensors and the numbers of tokens, and how it runs."""
+
+    tables: tuple[torch.Tensor, torch.Tensor]
+    after: tuple[Any, ...]
+    q_heads: int
+    kv_heads: int
+    tile: Tile
+    processors: int
+    compiled: list[Any]
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+# Which of `_launch`'s tensors have a row for each token: all but caches, scales and counters.
+_OF_TOKENS = (True, True, True, True, True, False, False, True, False, False, False)
+
+
+def _launch(tensors: Tensors, *choices: Any) -> None:
+    """Checks and launches. tensors: q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated.
+
+    Triton binds and specialises arguments anew each time, which takes longer than a short kernel: what doesn't depend
+    on the number of tokens is done once for each layout of the tensors.
+    """
+    q, _, _, k, _, _, _, slots, *_ = tensors
+    device = (k if q is None else q).device  # type: ignore[union-attr]
+    key = (choices, *map(_layout, tensors, _OF_TOKENS))
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(tensors, *choices)
+    else:
+        checks.tokens(tensors)
+    q_tokens = 0 if q is None else q.shape[0]
+    kv_tokens = 0 if slots is None else slots.shape[0]
+    rows = plan.tile.rows
+    tiles = -(-q_tokens * plan.q_heads // rows) + 2 * -(-kv_tokens * plan.kv_heads // rows)
+    if tiles == 0:
+        return
+    grid = (min(tiles, plan.processors * plan.tile.programs), 1, 1)
+    pointers = (plan.tables[0] if t is None else t for t in tensors)  # the kernel doesn't touch what is left out
+    arguments = (*pointers, *plan.tables, q_tokens, kv_tokens, *plan.after)
+    with _on(device):
+        if plan.compiled:
+            plan.compiled[0][grid](*arguments)
+            return
+        options = {} if plan.tile.registers is None else {"maxnreg": plan.tile.registers}
+        made = rotate_quantize[grid](*arguments, num_warps=plan.tile.warps, **options)
+        if made is not None:  # the interpreter compiles nothing
+            plan.compiled.append(made)
+
+
+def _layout(tensor: torch.Tensor | None, of_tokens: bool) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    shape = tensor.shape[1:] if of_tokens else tensor.shape
+    return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+def _plan(
+    tensors: Tensors, rotation: str | None, qk_format: str, method: str | None, tile: Tile | None
+) -> _Plan:
+    """Checks everything. Raises ArgumentError."""
+    q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated = tensors
     x = k if q is None else q
-    dim, device = x.shape[2], x.device
+    assert x is not None
+    dim, device, v_dim, kv_heads = x.shape[2], x.device, x.shape[2], 0
     blocks, turn = _rotation(x, rotation, method)
     if qk_format not in FORMATS:
         raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
-    q_tokens = kv_tokens = q_heads = kv_heads = 0
-    v_dim = dim
-    if q is not None:
-        q_tokens, q_heads = q.shape[:2]
     if k is not None:
+        assert v is not None and k_cache is not None and v_cache is not None and slots is not None
         kv_heads, v_dim = k.shape[1], v.shape[2]
-        k_cache, v_cache = _cache("k_cache", k_cache, k, k_cache), _cache("v_cache", v_cache, v, k_cache)
-        _check_slots(slots, k)
-        _check_scale("k_scale", k_scale, k)
-        _check_scale("v_scale", v_scale, k)
-        _check_saturated(saturated, device)
-        kv_tokens = slots.shape[0]
-    tile = tile or Tile()
-    tiles = -(-q_tokens * q_heads // tile.rows) + 2 * -(-kv_tokens * kv_heads // tile.rows)
-    if tiles == 0:
-        return
-    tables = _tables(dim, turn, rotation, x.dtype, device)
-    nothing = tables[0]  # stands for pointers that the kernel doesn't touch
+        checks.cache("k_cache", k_cache, k, k_cache)
+        checks.cache("v_cache", v_cache, v, k_cache)
+        checks.slots(slots, k)
+        checks.scale("k_scale", k_scale, k)
+        checks.scale("v_scale", v_scale, k)
+        checks.saturated(saturated, device)
+    checks.tokens(tensors)
     stats = _device(device)
-    grid = tiles if tile.programs is None else min(tiles, stats.processors * tile.programs)
+    tables = _tables(dim, turn, rotation, x.dtype, device)
     widths = [hadamard.padded(order) for order in blocks] + [1]
     norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
-    arguments = (
-        *(nothing if t is None else t for t in (q, _bytes(out), q_scale, k, v, k_cache, v_cache)),
-        *(nothing if t is None else t for t in (slots, k_scale, v_scale, saturated)),
-        tables[0], tables[-1], q_tokens, kv_tokens,
+    matrix = sum(width**2 for width in widths[:-1]) if turn == "dot" else 0
+    tile = tile or _default_tile(matrix, sum(widths[:-1]), x.element_size(), stats.shared)
+    after = (
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
+        # Q_HEADS, KV_HEADS, D0, W0, N0, D1, W1, N1, DV, WV, ROTATE, INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES
+        0 if q is None else q.shape[1], kv_heads, blocks[0], widths[0], norms[0],
+        blocks[1] if len(blocks) > 1 else 0, widths[1], norms[1], v_dim, hadamard.padded(v_dim),
+        turn, qk_format == "int8", stats.native_e4m3, saturated is not None,
+        1 if k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
     )  # fmt: skip
-    with _on(device):
-        rotate_quantize[(grid,)](
-            *arguments,
-            Q_HEADS=q_heads if q_tokens else 0,
-            KV_HEADS=kv_heads if kv_tokens else 0,
-            D0=blocks[0],
-            W0=widths[0],
-            N0=norms[0],
-            D1=blocks[1] if len(blocks) > 1 else 0,
-            W1=widths[1],
-            N1=norms[1],
-            DV=v_dim,
-            WV=hadamard.padded(v_dim),
-            ROTATE=turn,
-            QUICK=QUICK and turn in ("dot", "signed dot"),
-            INT8=qk_format == "int8",
-            NATIVE=stats.native_e4m3,
-            COUNT=saturated is not None and kv_tokens > 0,
-            BLOCK=1 if k is None else k_cache.shape[1],
-            ROWS=tile.rows,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-            **({} if tile.registers is None else {"maxnreg": tile.registers}),
-        )
+    both = (tables[0], tables[-1])
+    return _Plan(both, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
+
+
+def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
+    """Four stages, the fastest on an H200, or as many as let two programs share a multiprocessor.
+
+    matrix, row: elements of the rotation's matrices and of a row; size: bytes of an element; shared: bytes that one
+    program may have, which is about what a multiprocessor has.
+    """
+
+    def used(stages: int) -> int:
+        codes = ROWS * row  # on their way from the matrix unit's layout to rows
+        return (matrix + stages * ROWS * row) * size + codes + SYSTEM_SHARED
+
+    return Tile(stages=next((n for n in (4, 3, 2) if 2 * used(n) <= shared), 2 if used(2) <= shared else 1))
 
 
 def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
@@ -232,50 +278,48 @@ def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tupl
         raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
     if method == "butterfly" and dim == 96:
         raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
-    if dim == 96:
-        return hadamard.BLOCKS[dim], "full"
-    method = method or ("butterfly" if x.dtype == torch.float32 else "dot")
-    return hadamard.BLOCKS[dim], "signed dot" if (method, rotation) == ("dot", "signed") else method
+    return hadamard.BLOCKS[dim], method or ("butterfly" if x.dtype == torch.float32 and dim != 96 else "dot")
 
 
 @lru_cache(maxsize=64)
 def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What the kernel reads for each diagonal block.
-
-    Signs for "butterfly", Sylvester's matrix of order 16 and then signs for "dot", the padded matrix for "full".
-    """
+    """What the kernel reads for each diagonal block: the padded matrix for "dot", signs for "butterfly"."""
     if turn == "none":
         return (torch.zeros(1, device=device),)
-    # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
-    exact = torch.float32 if device.type == "cpu" else dtype
-    if turn == "full":
-        return hadamard.matrices(dim, rotation, exact, device)
+    if turn == "dot":
+        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+        return hadamard.matrices(dim, rotation, torch.float32 if device.type == "cpu" else dtype, device)
     signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
-    parts = [part.contiguous() for part in signs.split(hadamard.BLOCKS[dim])]
-    if turn == "butterfly":
-        return tuple(part.to(device) for part in parts)
-    return tuple(torch.cat((hadamard.sylvester(16).flatten(), part)).to(device, exact) for part in parts)
+    return tuple(part.contiguous().to(device) for part in signs.split(hadamard.BLOCKS[dim]))
 
 
 @dataclass(frozen=True)
 class _Device:
+    """processors; whether it converts to OCP e4m3 itself; bytes of shared memory that a program may have."""
+
     processors: int
     native_e4m3: bool
+    shared: int
 
 
 @lru_cache(maxsize=16)
 def _device(device: torch.device) -> _Device:
     if device.type == "cpu":  # Triton's interpreter
-        return _Device(1, False)
+        return _Device(1, False, 1 << 20)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        architecture = properties.gcnArchName.split(":")[0]
-        return _Device(properties.multi_processor_count, architecture.startswith(("gfx95", "gfx12")))
-    return _Device(properties.multi_processor_count, (properties.major, properties.minor) >= (8, 9))
+        native = properties.gcnArchName.startswith(("gfx95", "gfx12"))
+    else:
+        native = (properties.major, properties.minor) >= (8, 9)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return _Device(properties.multi_processor_count, native, shared)
 
 
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _strides(tensor: torch.Tensor | None, count: int) -> tuple[int, ...]:
@@ -286,8 +330,9 @@ def _scale_stride(scale: torch.Tensor | None) -> tuple[int]:
     return (0,) if scale is None or scale.numel() == 1 else (scale.stride(0),)
 
 
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as uint8; what is none stays as it is, for the checks to refuse."""
+    return codes.view(torch.uint8) if codes.dtype in (torch.int8, torch.float8_e4m3fn) else codes
 
 
 def _outputs(
@@ -300,57 +345,6 @@ def _outputs(
         out = torch.empty(q.shape, dtype=accepted[0], device=q.device)
     if scale is None:
         scale = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    _expect("out", out, q.shape, accepted, q.device)
-    _expect("scale", scale, q.shape[:2], (torch.float32,), q.device)
+    checks.expect("out", out, q.shape, accepted, q.device)
+    checks.expect("scale", scale, q.shape[:2], (torch.float32,), q.device)
     return out, scale
-
-
-def _expect(name: str, tensor: torch.Tensor, shape, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes or tensor.device != device:
-        wanted = " or ".join(map(str, dtypes))
-        raise ArgumentError(
-            f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-            f"expected {list(shape)} {wanted} on {device}"
-        )
-
-
-def _check_input(name: str, x: torch.Tensor) -> None:
-    if x.dim() != 3 or x.dtype not in DTYPES or not 1 <= x.shape[2] <= LARGEST_DIM or x.shape[1] < 1:
-        raise ArgumentError(
-            f"{name} is {list(x.shape)} {x.dtype}; expected [T, H, D] with D up to {LARGEST_DIM} "
-            f"in bfloat16, float16 or float32"
-        )
-
-
-def _cache(name: str, cache: torch.Tensor, x: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
-    """The cache as bytes, once it fits x [T, H, D]."""
-    shape = (*k_cache.shape[:2], *x.shape[1:])
-    if k_cache.dim() != 4 or cache.shape != shape or cache.dtype not in _CODES or cache.device != x.device:
-        raise ArgumentError(
-            f"{name} is {list(cache.shape)} {cache.dtype} on {cache.device}; expected [num_blocks, block_size, "
-            f"{x.shape[1]}, {x.shape[2]}] in uint8, int8 or float8_e4m3fn on {x.device}, K and V with the same blocks"
-        )
-    return cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
-
-
-def _check_slots(slots: torch.Tensor, k: torch.Tensor) -> None:
-    accepted = (torch.int32, torch.int64)
-    if slots.dim() != 1 or slots.dtype not in accepted or slots.device != k.device or slots.shape[0] > k.shape[0]:
-        raise ArgumentError(
-            f"slot_mapping is {list(slots.shape)} {slots.dtype} on {slots.device}; expected at most [{k.shape[0]}] "
-            f"in int32 or int64 on {k.device}"
-        )
-
-
-def _check_scale(name: str, scale: torch.Tensor, k: torch.Tensor) -> None:
-    shape = (1,) if scale.numel() == 1 and scale.dim() <= 1 else (k.shape[1],)
-    if scale.dim() == 0:
-        shape = ()
-    _expect(name, scale, shape, (torch.float32,), k.device)
-
-
-def _check_saturated(saturated: torch.Tensor | None, device: torch.device) -> None:
-    if saturated is not None:
-        _expect("saturated", saturated, (2,), (torch.int64,), device)
-        if saturated.stride(0) != 1:
-            raise ArgumentError("saturated has a stride; expected two counters side by side")

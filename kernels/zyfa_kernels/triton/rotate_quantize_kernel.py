@@ -2,12 +2,8 @@
 
 A row is one head of one token. Programs take tiles of ROWS rows in turn, through Q, then K, then V.
 
-How a rotation of order 64 or 128 is computed (ROTATE):
-"dot", "signed dot": runs of 16 channels times a matrix of ±1 on the matrix unit, then fp32 butterflies across the
-    runs, which lie in registers of one thread; the matrix is small enough to be loaded anew for each tile.
-"butterfly": fp32 butterflies alone, in the order of the reference.
-"full": the whole row times the padded matrix, for order 96, which is no power of two.
-1/sqrt(order) follows in fp32.
+How rows are rotated (ROTATE): "dot" multiplies them with a matrix of ±1 on the matrix unit, which stays on chip from
+tile to tile; "butterfly" adds in fp32 in the order of the reference. 1/sqrt(order) follows in fp32.
 """
 
 from __future__ import annotations
@@ -33,9 +29,38 @@ E4M3_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
-def _tile_rows(tile, count, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    row = tile * ROWS + tl.arange(0, ROWS)
-    return (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64), row < count
+def _tokens(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """The token of each row of a tile."""
+    row = tl.arange(0, ROWS)
+    if ROWS % HEADS == 0:
+        return tile * (ROWS // HEADS) + row // HEADS
+    else:
+        return (tile * ROWS + row) // HEADS
+
+
+@triton.jit
+def _heads(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    if ROWS % HEADS == 0:
+        return row % HEADS
+    else:
+        return (tile * ROWS + row) % HEADS
+
+
+@triton.jit
+def _rows(base, tile, token_stride, head_stride, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """(pointer, offsets int64 [ROWS]) where rows of a tile begin; the same offsets for all tiles where that is so."""
+    row = tl.arange(0, ROWS)
+    if ROWS % HEADS == 0:
+        first = tl.cast(tile * (ROWS // HEADS), tl.int64) * token_stride
+        return base + first, (row // HEADS).to(tl.int64) * token_stride + (row % HEADS).to(tl.int64) * head_stride
+    elif HEADS % ROWS == 0:
+        each: tl.constexpr = HEADS // ROWS
+        first = tl.cast(tile // each, tl.int64) * token_stride + tl.cast(tile % each * ROWS, tl.int64) * head_stride
+        return base + first, row.to(tl.int64) * head_stride
+    else:
+        at = tile * ROWS + row
+        return base, (at // HEADS).to(tl.int64) * token_stride + (at % HEADS).to(tl.int64) * head_stride
 
 
 @triton.jit
@@ -68,46 +93,33 @@ def _butterfly(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _across_runs(x, RUNS: tl.constexpr, ROWS: tl.constexpr):
-    """The last stages of a rotation: butterflies across runs. [RUNS · ROWS, 16] to [ROWS, RUNS · 16], fp32."""
-    x = tl.reshape(x, (2, RUNS // 2 * ROWS, 16))
-    a, b = tl.split(tl.permute(x, (1, 2, 0)))
-    x = tl.reshape(tl.join(a + b, a - b), (2, RUNS // 4 * ROWS, 16, 2))
-    a, b = tl.split(tl.permute(x, (1, 2, 3, 0)))
-    x = tl.join(a + b, a - b)
-    if RUNS == 4:
-        return tl.reshape(tl.permute(x, (0, 2, 3, 1)), (ROWS, RUNS * 16))
+def _matrix(table, ROTATE: tl.constexpr, WIDTH: tl.constexpr):
+    """What rotates [ROWS, WIDTH]: the matrix [WIDTH, WIDTH] for "dot", signs [1, WIDTH] for "butterfly"."""
+    channel = tl.arange(0, WIDTH)
+    if ROTATE == "dot":
+        return tl.load(table + channel[:, None] * WIDTH + channel[None, :])
+    elif ROTATE == "butterfly":
+        return tl.load(table + channel)[None, :]
     else:
-        x = tl.reshape(x, (2, ROWS, 16, 2, 2))
-        a, b = tl.split(tl.permute(x, (1, 2, 3, 4, 0)))
-        return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 3, 4, 1)), (ROWS, RUNS * 16))
+        return 0.0
 
 
 @triton.jit
 def _rotated(
-    base, start, live, stride, table, FIRST: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, QUICK: tl.constexpr, ROWS: tl.constexpr,
+    base, start, live, stride, matrix, FIRST: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Minus the rotated channels FIRST … FIRST + ORDER of some rows, which saves `_codes` a negation; [ROWS, WIDTH]."""
+    """Channels FIRST … FIRST + ORDER of some rows, fp32 [ROWS, WIDTH], in the form that `_codes` takes.
+
+    For "dot" the rotated ones over NORM, else minus the rotated ones. matrix: what `_matrix` gives.
+    """
     x = _load(base, start, live, stride, FIRST, ORDER, WIDTH)
-    channel = tl.arange(0, WIDTH)
-    if ROTATE == "dot" or ROTATE == "signed dot":
-        run = tl.arange(0, 16)
-        matrix = tl.load(table + run[:, None] * 16 + run[None, :])
-        if ROTATE == "signed dot":
-            x = x.to(tl.float32) * tl.load(table + 256 + channel)[None, :].to(tl.float32)
-        # Runs before rows: the matrix unit's result then has a row's runs in registers of one thread.
-        x = tl.permute(tl.reshape(x.to(matrix.dtype), (ROWS, WIDTH // 16, 16)), (1, 0, 2))
-        x = tl.dot(tl.reshape(x, (WIDTH // 16 * ROWS, 16)), matrix, input_precision="ieee")
-        y = _across_runs(x, WIDTH // 16, ROWS)
-        return y if QUICK else y * -NORM
-    elif ROTATE == "full":
-        matrix = tl.load(table + channel[:, None] * WIDTH + channel[None, :])
-        return tl.dot(x.to(matrix.dtype), matrix, input_precision="ieee") * -NORM
+    if ROTATE == "dot":
+        return tl.dot(x.to(matrix.dtype), matrix, input_precision="ieee")
     else:
         y = x.to(tl.float32)
         if ROTATE == "butterfly":
-            y = y * tl.load(table + channel)[None, :]
+            y = y * matrix
             if WIDTH >= 128:
                 y = _butterfly(y, ROWS, WIDTH, 64)
             y = _butterfly(y, ROWS, WIDTH, 32)
@@ -127,10 +139,10 @@ def _first_tile(before):
 
 
 @triton.jit
-def _largest_bits(y, NORM: tl.constexpr, QUICK: tl.constexpr):
+def _largest_bits(y, NORM: tl.constexpr, ROTATE: tl.constexpr):
     """Bits of the largest magnitude of each row; a NaN's are larger than all others."""
     bits = tl.max(y.to(tl.int32, bitcast=True) & ABS_BITS, 1)
-    if QUICK:
+    if ROTATE == "dot":
         bits = (bits.to(tl.float32, bitcast=True) * NORM).to(tl.int32, bitcast=True)
     return bits
 
@@ -155,13 +167,13 @@ def _e4m3_bits(y):
 
 
 @triton.jit
-def _codes(minus_y, scale, NORM: tl.constexpr, QUICK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):
+def _codes(minus_y, scale, NORM: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):
     """Codes (uint8) of y / scale, where |y| / scale is at most the format's largest value up to rounding.
 
     The quotient is the correctly rounded one: a product with the rounded reciprocal, then Markstein's correction by
     the exact remainder, three instructions instead of a division for each element. -0 keeps its sign.
     """
-    if QUICK:
+    if ROTATE == "dot":
         quotient = minus_y * tl.div_rn(NORM, scale)[:, None]
     else:
         minus_reciprocal = tl.div_rn(-1.0, scale)[:, None]
@@ -192,25 +204,29 @@ def _beyond(y, bound, written):
 def _quantize_q(
     x, out, scales, table0, table1, count, x_token, x_head, x_channel, out_token, out_head, out_channel,
     scale_token, scale_head, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr, N0: tl.constexpr,
-    D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, QUICK: tl.constexpr, INT8: tl.constexpr,
+    D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    m0 = _matrix(table0, ROTATE, W0)
+    if D1:
+        m1 = _matrix(table1, ROTATE, W1)
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
-        token, head, live = _tile_rows(tile, count, HEADS, ROWS)
-        start = token * x_token + head * x_head
-        y0 = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, QUICK, ROWS)
-        bits = _largest_bits(y0, N0, QUICK)
+        live = tl.arange(0, ROWS) < count - tile * ROWS
+        base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
+        y0 = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
+        bits = _largest_bits(y0, N0, ROTATE)
         if D1:
-            y1 = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, QUICK, ROWS)
-            bits = tl.maximum(bits, _largest_bits(y1, N1, QUICK))
+            y1 = _rotated(base, start, live, x_channel, m1, D0, D1, W1, N1, ROTATE, ROWS)
+            bits = tl.maximum(bits, _largest_bits(y1, N1, ROTATE))
         largest = bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(_over(largest, INT8_MAX if INT8 else E4M3_MAX), SMALLEST_NORMAL)
         scale = tl.where(bits == 0, 1.0, tl.where(bits < INF_BITS, scale, float("nan")))
-        tl.store(scales + token * scale_token + head * scale_head, scale, mask=live)
-        start = token * out_token + head * out_head
-        _store(out, start, live, out_channel, _codes(y0, scale, N0, QUICK, INT8, NATIVE), 0, D0, W0)
+        base, start = _rows(scales, tile, scale_token, scale_head, HEADS, ROWS)
+        tl.store(base + start, scale, mask=live)
+        base, start = _rows(out, tile, out_token, out_head, HEADS, ROWS)
+        _store(base, start, live, out_channel, _codes(y0, scale, N0, ROTATE, INT8, NATIVE), 0, D0, W0)
         if D1:
-            _store(out, start, live, out_channel, _codes(y1, scale, N1, QUICK, INT8, NATIVE), D0, D1, W1)
+            _store(base, start, live, out_channel, _codes(y1, scale, N1, ROTATE, INT8, NATIVE), D0, D1, W1)
 
 
 @triton.jit
@@ -218,29 +234,36 @@ def _write(
     x, cache, slots, scales, scale_stride, saturated, table0, table1, before, count, x_token, x_head, x_channel,
     cache_block, cache_slot, cache_head, cache_channel, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr,
     N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr,
-    QUICK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     largest: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
     clipped: tl.constexpr = INT8_CLIPPED if INT8 else E4M3_CLIPPED
+    m0 = _matrix(table0, ROTATE, W0)
+    if D1:
+        m1 = _matrix(table1, ROTATE, W1)
     beyond = tl.full((ROWS,), 0, tl.int64)
     for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
-        token, head, live = _tile_rows(tile, count, HEADS, ROWS)
-        slot = tl.load(slots + token, mask=live, other=-1).to(tl.int64)
+        live = tl.arange(0, ROWS) < count - tile * ROWS
+        head = _heads(tile, HEADS, ROWS)
+        slot = tl.load(slots + _tokens(tile, HEADS, ROWS), mask=live, other=-1).to(tl.int32)
         scale = tl.load(scales + head * scale_stride, mask=live, other=1.0)
-        start = token * x_token + head * x_head
-        target = (slot // BLOCK) * cache_block + (slot % BLOCK) * cache_slot + head * cache_head
+        base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
+        target = (slot // BLOCK).to(tl.int64) * cache_block + (slot % BLOCK).to(tl.int64) * cache_slot
+        target += head.to(tl.int64) * cache_head
         written = slot >= 0
-        y = _rotated(x, start, live, x_channel, table0, 0, D0, W0, N0, ROTATE, QUICK, ROWS)
+        y = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
         if COUNT:
-            beyond += _beyond(y, scale * (clipped / N0 if QUICK else clipped), written)
-        codes = _codes(_clamped(y, scale, largest / N0 if QUICK else largest), scale, N0, QUICK, INT8, NATIVE)
+            beyond += _beyond(y, scale * (clipped / N0 if ROTATE == "dot" else clipped), written)
+        y = _clamped(y, scale, largest / N0 if ROTATE == "dot" else largest)
+        codes = _codes(y, scale, N0, ROTATE, INT8, NATIVE)
         _store(cache, target, written, cache_channel, codes, 0, D0, W0)
         if D1:
-            y = _rotated(x, start, live, x_channel, table1, D0, D1, W1, N1, ROTATE, QUICK, ROWS)
+            y = _rotated(base, start, live, x_channel, m1, D0, D1, W1, N1, ROTATE, ROWS)
             if COUNT:
-                beyond += _beyond(y, scale * (clipped / N1 if QUICK else clipped), written)
-            codes = _codes(_clamped(y, scale, largest / N1 if QUICK else largest), scale, N1, QUICK, INT8, NATIVE)
+                beyond += _beyond(y, scale * (clipped / N1 if ROTATE == "dot" else clipped), written)
+            y = _clamped(y, scale, largest / N1 if ROTATE == "dot" else largest)
+            codes = _codes(y, scale, N1, ROTATE, INT8, NATIVE)
             _store(cache, target, written, cache_channel, codes, D0, D1, W1)
     if COUNT:
         tl.atomic_add(saturated, tl.sum(beyond, 0))
@@ -253,7 +276,7 @@ def rotate_quantize(
     k_head, k_channel, v_token, v_head, v_channel, kc_block, kc_slot, kc_head, kc_channel, vc_block, vc_slot, vc_head,
     vc_channel, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D0: tl.constexpr,
     W0: tl.constexpr, N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, DV: tl.constexpr,
-    WV: tl.constexpr, ROTATE: tl.constexpr, QUICK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
+    WV: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Q [q_tokens, Q_HEADS, D] to codes and scales, K and V [kv_tokens, KV_HEADS, …] to the cache; no heads: left out.
@@ -264,19 +287,19 @@ def rotate_quantize(
     if Q_HEADS:
         _quantize_q(
             q, q_out, q_scale, table0, table1, q_tokens * Q_HEADS, q_token, q_head, q_channel, out_token, out_head,
-            out_channel, qs_token, qs_head, Q_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, QUICK, INT8, NATIVE, ROWS, STAGES,
+            out_channel, qs_token, qs_head, Q_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, INT8, NATIVE, ROWS, STAGES,
         )  # fmt: skip
         before = tl.cdiv(q_tokens * Q_HEADS, ROWS)
     if KV_HEADS:
         count = kv_tokens * KV_HEADS
         _write(
             k, k_cache, slots, k_scale, k_scale_stride, saturated, table0, table1, before, count, k_token, k_head,
-            k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, QUICK,
+            k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE,
             INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
         before += tl.cdiv(count, ROWS)
         _write(
             v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, table0, table1, before, count, v_token, v_head,
-            v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False, False,
+            v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False,
             NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
