@@ -190,14 +190,10 @@ def _rescale(state: State) -> None:
 
     def block() -> None:
         state.program.op("v_mul_f32", state.row_sum, state.alpha, state.row_sum)
-        if state.variant.lean:
-            for n in range(64):
-                state.program.op("v_mul_f32", state.o[n], state.alpha, state.o[n])
-        else:
-            # Exact P outlasts the other wave's matrix phase; packed products are fast while the matrix pipe is idle.
-            for n in range(32):
-                pair = state.o.group(n, 2)
-                state.program.op("v_pk_mul_f32", pair, pair, state.alpha_pair, mods="op_sel_hi:[1,0]")
+        # By now the other wave's matrix instructions are about done, and packed products need the matrix pipe idle.
+        for n in range(32):
+            pair = state.o.group(n, 2)
+            state.program.op("v_pk_mul_f32", pair, pair, state.alpha_pair, mods="op_sel_hi:[1,0]")
 
     _outline(state, "s_cbranch_vccnz", "rescale", block, "rescale what was accumulated, if a maximum rose")
 
