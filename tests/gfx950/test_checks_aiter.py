@@ -31,7 +31,7 @@ def test_findings_are_the_known_ones(name):
     assert {v.rule for v in report.violations} == KNOWN[name]
     if "wait" in KNOWN[name]:
         late = [v for v in report.violations if v.rule == "wait"]
-        assert len(late) == 64 and all("v_mfma" in v.instruction and "lgkmcnt(4)" in v.message for v in late)
+        assert len(late) == 64 and all("v_mfma" in v.instruction and "ds_read_b64_tr_b8" in v.message for v in late)
 
 
 def test_no_bank_conflicts_and_one_kind_of_lds_finding_in_v3_fp8():

@@ -12,7 +12,7 @@ from harness import assemble, source  # noqa: E402
 from zyfa_kernels.emulator import CodeObject  # noqa: E402
 from zyfa_kernels.emulator.checks import check  # noqa: E402
 
-# Two tiles in flight: while the waves read one, the next comes from memory straight into LDS. Line marks name mutations.
+# Two tiles in flight: while the waves read one, the next comes from memory straight into LDS. Marks name mutations.
 GOOD = """
 s_load_dwordx4 s[4:7], s[0:1], 0x0
 v_lshrrev_b32_e32 v1, 6, v0
@@ -211,7 +211,8 @@ def mir_registers(text: str) -> str:
 def mfma(opcode: str, d: str, a: str, b: str, c: str) -> str:
     c = "0" if c == "0" else mir_registers(c)
     tail = "0, 0" if "F8F6F4" in opcode else "0, 0, 0"
-    return f"{mir_registers(d)} = {opcode} {mir_registers(a)}, {mir_registers(b)}, {c}, {tail}, implicit $mode, implicit $exec"
+    sources = f"{mir_registers(a)}, {mir_registers(b)}, {c}"
+    return f"{mir_registers(d)} = {opcode} {sources}, {tail}, implicit $mode, implicit $exec"
 
 
 FP8, FP4 = "V_MFMA_F32_32X32X64_F8F6F4_f8_f8_vgprcd_e64", "V_MFMA_F32_32X32X64_F8F6F4_f4_f4_vgprcd_e64"

@@ -1,4 +1,4 @@
-"""The cycle model on programs whose time can be worked out by hand, and on AITER's kernels against published figures."""
+"""The cycle model on programs whose time can be worked out by hand, and against published figures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs a kernel without its arguments: only what follows from thread numbers and constants has a value.
 
-Loaded data, kernel arguments and workgroup numbers are unknown, and so is all that is computed from them. What remains is
-what the checks and the cycle model need: LDS addresses, M0, wave-dependent branches, barriers, and the order of
-instructions. Branches on unknown conditions follow a `Route`, all waves alike.
+Loaded data, kernel arguments and workgroup numbers are unknown, and so is all that is computed from them. What
+remains is what the checks and the cycle model need: LDS addresses, M0, wave-dependent branches, barriers, and the
+order of instructions. Branches on unknown conditions follow a `Route`, all waves alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """LDS between waves, and bank conflicts, from runs of the kernel without its arguments.
 
 Addresses of LDS accesses follow from thread numbers and constants, so a run that takes every loaded value as unknown
-still knows them. The delayed-memory rules of the emulator then say whether what `buffer_load … lds` (or ds_write) brings
-is read before its s_waitcnt and barrier, and whether it is overwritten while another wave may still read. A few routes
-through the branches are taken; what they leave out is noted.
+still knows them. The delayed-memory rules of the emulator then say whether what `buffer_load … lds` or ds_write
+brings is read before its s_waitcnt and barrier, and whether it is overwritten while another wave may still read. A few
+routes through the branches are taken; what they leave out is noted.
 """
 
 from __future__ import annotations

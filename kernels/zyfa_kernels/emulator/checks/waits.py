@@ -1,8 +1,8 @@
 """s_waitcnt before use: every loaded register behind a vmcnt or lgkmcnt, over all paths.
 
 State of the data flow: for each register that an outstanding load will write, how many operations of the same counter
-were issued after it, at least. `s_waitcnt vmcnt(n)` completes those with n or more younger ones. Scalar loads return out
-of order, so only lgkmcnt(0) completes them, and they do not count as younger ones of LDS operations.
+were issued after it, at least. `s_waitcnt vmcnt(n)` completes those with n or more younger ones. Scalar loads return
+out of order, so only lgkmcnt(0) completes them, and they do not count as younger ones of LDS operations.
 """
 
 from __future__ import annotations

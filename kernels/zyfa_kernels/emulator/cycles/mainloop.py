@@ -130,7 +130,7 @@ def _fastest_route(
     best = None
     for forward in ("never", "always", "alternate"):
         run = run_skeleton(
-            code, kernel, Route(ITERATIONS, forward, 0, short=True), workgroup, flow=flow, limit=10_000_000
+            code, kernel, Route(ITERATIONS, forward, 0, short=True), workgroup, flow=flow, limit=400_000
         )
         waves = run.order[::4] if len(run.order) > 4 else run.order[:1]
         loops = [_main_loop(flow, order, costs) for order in waves]

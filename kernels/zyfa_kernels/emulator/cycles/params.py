@@ -33,16 +33,16 @@ class Parameters:
 
 
 SOURCES = {
-    "slot": "a SIMD gets an issue slot every 4 cycles; one instruction a wave and one a pipe in each (GCN3 ISA 4, CDNA3 ISA 3)",
+    "slot": "an issue slot a SIMD every 4 cycles, one instruction a wave and one a pipe in each (GCN3, CDNA3 ISA)",
     "valu": "a wave64 instruction holds its SIMD's vector pipe for 4 cycles (16 lanes a cycle)",
     "trans": "v_exp_f32 8 cycles on gfx950 (published instruction budgets)",
-    "quarter_rate": "v_mul_lo_u32, v_mul_hi_u32, v_mad_u64_u32: a quarter of the rate (CDNA3 ISA, LLVM's Quarter rate)",
-    "half_rate": "64-bit shifts and swaps between lanes: two passes (llvm-mca, gfx950: 2 micro-operations)",
-    "mfma_issue": "a matrix instruction keeps vector instructions of its SIMD from issuing for 4 passes (calibrated: the only value from "
-    "{4, 16, 24} under which one clock factor explains AITER's v4 int8 kernel beside its fp8 and fp4 ones)",
+    "quarter_rate": "v_mul_lo_u32, v_mul_hi_u32, v_mad_u64_u32: a quarter of the rate (LLVM's Quarter rate)",
+    "half_rate": "64-bit shifts and swaps between lanes: two passes (llvm-mca for gfx950: 2 micro-operations)",
+    "mfma_issue": "a matrix instruction keeps vector instructions of its SIMD from issuing for 4 passes (calibrated: of"
+    " 4, 16 and 24 the value under which one clock factor explains AITER's v4 int8 kernel beside its others)",
     "packed_fp32_beside_mfma": "packed fp32 waits while a matrix instruction runs on the SIMD (published observation)",
-    "lds_bytes_per_cycle": "reads of 128 B a cycle and compute unit, twice CDNA3's (AMD on CDNA 4; the phases of HipKittens "
-    "are 256 B wide, so a phase takes two cycles)",
+    "lds_bytes_per_cycle": "reads of 128 B a cycle and compute unit (reported of CDNA 4; a 256 B phase of HipKittens' "
+    "measurements then takes two cycles). With 256 the clock factors of AITER's kernels spread more",
     "lds_latency": "from issue to data without a queue (assumed from CDNA3's 64 cycles)",
     "dma_latency": "load into LDS from L2 or HBM (assumed; loops that prefetch a block ahead do not depend on it)",
     "dma_bytes_per_cycle": "vector L1 to LDS, 64 B a cycle (assumed from CDNA3)",

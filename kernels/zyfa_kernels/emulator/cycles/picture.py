@@ -49,7 +49,8 @@ def draw(report: Report, path: str | Path, cycles: int | None = None) -> None:
     axes.set_xlim(0, end - start)
     axes.set_xlabel("cycles (vertical lines: barriers)")
     axes.set_title(
-        f"{report.kernel}, modelled: {report.cycles_per_block:.0f} cycles a block, matrix pipe {report.matrix_busy:.0%}, "
+        f"{report.kernel}, modelled: {report.cycles_per_block:.0f} cycles a block, "
+        f"matrix pipe {report.matrix_busy:.0%}, "
         f"vector pipe {report.vector_busy:.0%}, LDS {report.lds_busy:.0%} busy",
         fontsize=10,
     )

@@ -1,7 +1,8 @@
 """What the cycle model says beside what was published.
 
-The model gives the main loop's share of the peak at the peak clock. A whole kernel at its sustained clock reaches less, so
-one common factor is expected between the two; the model explains a set of kernels if that factor is the same for all.
+The model gives the main loop's share of the peak at the peak clock. A whole kernel at its sustained clock reaches
+less, so one common factor is expected between the two; the model explains a set of kernels if that factor is the same
+for all.
 
 Modelled main loops against published throughput (`compare`, TFLOP/s):
 
@@ -15,9 +16,11 @@ Modelled main loops against published throughput (`compare`, TFLOP/s):
   v3 fp8 causal, 32K           2036      2777   0.733     0.55    0.81      0.62
   v3 bf16 causal, 16K          1246      1711   0.728     0.68    0.59      0.76
 
-The factor is 0.740 with a standard deviation of 0.024: eight kernels from 1246 to 4000 TFLOP/s within -4% and +7%. One
-parameter was chosen with these figures in sight (mfma_issue, on the int8 kernel); without it (4 cycles instead of 16) the
-int8 kernel's factor is 0.61 and v3 fp8's 0.68. bf16 at 49.5% of peak and v4 at 1.50 times v3 (modelled 1.45) are in it.
+The factor is 0.740 with a standard deviation of 0.024: eight kernels from 1246 to 4000 TFLOP/s within -4% and +7%. v4
+over v3 fp8 is modelled as 1.45, published 1.50; bf16 at 49.5% of peak is among the eight. What the fit says of the
+parameters (standard deviation of the factor over its mean): as they are 3.2%; mfma_issue 4 cycles 6.8%, 12 4.8%, 20
+2.7%; LDS at 256 B a cycle 5.4%; v_exp_f32 at 16 cycles 8.9%; a barrier of 64 cycles 4.3%. mfma_issue is the only one
+that was chosen by these figures.
 
 Where it misses: the matrix pipe of v3 fp8 idles beside vector work in 40% of the cycles, published 31.7%. The published
 60% (exact P) and 86% (lean P) busy are of kernels that are not at hand; ZYFA's own come out at 74% and 89%.

@@ -1,9 +1,9 @@
 """The two waves of a SIMD, instruction by instruction, in issue slots of four cycles.
 
-In each slot every wave may issue its next instruction if its pipe is free, one instruction a pipe; the wave of the higher
-priority (s_setprio), then the older one, goes first. A matrix instruction needs the vector issue port for a moment and then
-the matrix pipe for its passes; vector instructions of the other wave run beside it. The other SIMDs do the same thing at the
-same time, so an LDS or L1 access occupies its pipe four times.
+In each slot every wave may issue its next instruction if its pipe is free, one instruction a pipe; the wave of the
+higher priority (s_setprio), then the older one, goes first. A matrix instruction needs the vector issue port for a
+moment and then the matrix pipe for its passes; vector instructions of the other wave run beside it. The other SIMDs
+do the same thing at the same time, so an LDS or L1 access occupies its pipe four times.
 """
 
 from __future__ import annotations
