@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from zyfa_kernels.emulator import CodeObject
 from zyfa_kernels.emulator.checks import check
 from zyfa_kernels.emulator.cycles import model
