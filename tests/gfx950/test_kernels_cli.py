@@ -61,6 +61,25 @@ def test_run_reads_captured_inputs_by_layer(capsys, tmp_path):
     assert "--layer" in capsys.readouterr().err
 
 
+def test_check_and_cycles_take_a_name_or_a_file(capsys, tmp_path):
+    checked = output(capsys, "kernels", "check", LEAN)
+    assert checked["violations"] == [] and checked["bank_conflicts"] == 0
+    assert checked["mfma"] == 90 and checked["instructions"] > 3000
+    output(capsys, "kernels", "build", LEAN, "--out", str(tmp_path))
+    picture = tmp_path / "loop.svg"
+    modelled = output(capsys, "kernels", "cycles", str(tmp_path / f"{LEAN}.hsaco"), "--picture", str(picture))
+    assert {"cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak"} <= set(modelled)
+    assert modelled["modelled"] is True and 0.86 <= modelled["matrix_busy"] <= 1
+    assert "<svg" in picture.read_text()
+
+
+def test_a_file_that_is_no_code_object_is_named(capsys, tmp_path):
+    path = tmp_path / "x.hsaco"
+    path.write_bytes(b"not an ELF")
+    assert zyfa(["kernels", "check", str(path)]) != 0
+    assert str(path) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -109,21 +109,18 @@ def check(target: NameOrFile, json: Json = False) -> None:
     from zyfa_kernels.emulator.checks import check as run_checks
 
     report = run_checks(code)
-    violations = [v if isinstance(v, (str, dict)) else str(v) for v in report.violations]
-    document = {
-        "violations": violations,
-        "instructions": report.instructions,
-        "mfma": report.mfma,
-        "bank_conflicts": report.bank_conflicts,
-    }
     if json:
-        print_json(document)
+        print_json(report.as_dict())
     else:
-        for violation in violations:
+        for violation in report.violations:
             print(violation)
-        print(f"{len(violations)} violations, {report.instructions} instructions, {report.mfma} matrix instructions")
-        print(f"bank conflicts: {report.bank_conflicts}")
-    if violations:
+        for note in report.notes:
+            print(f"note: {note}")
+        print(
+            f"{len(report.violations)} violations, {report.instructions} instructions, {report.mfma} matrix instructions, "
+            f"{report.bank_conflicts} bank conflicts in the main loop"
+        )
+    if report.violations:
         raise typer.Exit(1)
 
 
@@ -138,16 +135,18 @@ def cycles(
     code = _loaded(target)
     from zyfa_kernels.emulator.cycles import model
 
-    report = model(code)
-    keys = ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak")
-    document = {key: getattr(report, key) for key in keys}
-    if picture:
-        report.picture(picture)
+    try:
+        report = model(code)
+        if picture:
+            report.picture(picture)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{target}: {error}") from error
     if json:
-        print_json(document)
-    else:
-        for key, value in document.items():
-            print(f"{key:<28} {value:.3f} (modelled)" if isinstance(value, float) else f"{key:<28} {value} (modelled)")
+        print_json(report.as_dict())
+        return
+    for key in ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak"):
+        value = getattr(report, key)
+        print(f"{key:<28} {f'{value:.3f}' if isinstance(value, float) else value} (modelled)")
 
 
 def _loaded(target: str) -> Any:
