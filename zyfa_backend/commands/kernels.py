@@ -117,7 +117,7 @@ def check(target: NameOrFile, json: Json = False) -> None:
         for note in report.notes:
             print(f"note: {note}")
         print(
-            f"{len(report.violations)} violations, {report.instructions} instructions, {report.mfma} matrix instructions, "
+            f"{len(report.violations)} violations, {report.instructions} instructions, {report.mfma} of them matrix, "
             f"{report.bank_conflicts} bank conflicts in the main loop"
         )
     if report.violations:
