@@ -6,7 +6,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 venv=${VENV:-.venv}
 
-"${PYTHON:-python3}" examples/setup_cpu.py --venv "$venv" --extras cpu,test
+"${PYTHON:-python3}" examples/setup_cpu.py --venv "$venv" --extras cpu,test,gfx950
 "$venv/bin/ruff" check .
 "$venv/bin/mypy" zyfa_backend kernels/zyfa_kernels
 "$venv/bin/python" -m pytest "$@"

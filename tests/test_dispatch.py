@@ -103,7 +103,7 @@ def test_parse_reads_presets_and_overrides() -> None:
         ("lean,tiles=1", ("tiles=1", "tile", "rotation")),
         ("lean,tile=x", ("tile='x'", "int")),
         ("lean,tile=65", ("65", "64, 128")),
-        ("lean,offset=9", ("9", "448")),
+        ("lean,offset=9", ("9", "[-6, 8]")),
         ("lean,rotation=fast", ("fast", "hadamard, signed, none")),
     ],
 )

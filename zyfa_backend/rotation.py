@@ -116,24 +116,31 @@ def _hadamard_power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 def _butterflies(x: torch.Tensor, size: int) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of each run of `size` channels of x [N, D] fp32; overwrites x."""
-    few = x.numel() <= _FEW
+    if x.numel() <= _FEW:
+        for partner, sign in _stages(x.shape[-1], size, x.device):
+            x = torch.addcmul(x.index_select(1, partner), x, sign)  # a - b as a + b · -1, which rounds alike
+        return x
     source, target = x, torch.empty_like(x)
     half = size // 2
     while half >= 1:
         a, b = source.view(-1, 2, half), target.view(-1, 2, half)
-        if few:  # one call for both halves: a ± b · 1 rounds as a ± b does
-            torch.addcmul(a[:, :1], a[:, 1:], _plus_minus(x.device), out=b)
-        else:
-            torch.add(a[:, 0], a[:, 1], out=b[:, 0])
-            torch.sub(a[:, 0], a[:, 1], out=b[:, 1])
+        torch.add(a[:, 0], a[:, 1], out=b[:, 0])
+        torch.sub(a[:, 0], a[:, 1], out=b[:, 1])
         source, target = target, source
         half //= 2
     return source
 
 
-@lru_cache(maxsize=16)
-def _plus_minus(device: torch.device) -> torch.Tensor:
-    return torch.tensor([[1.0], [-1.0]], device=device)
+@lru_cache(maxsize=64)
+def _stages(dim: int, size: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each stage of the butterflies: the channel that each one meets, and its own sign."""
+    channel = torch.arange(dim, device=device)
+    stages = []
+    half = size // 2
+    while half >= 1:
+        stages.append((channel ^ half, torch.where(channel & half == 0, 1.0, -1.0)))
+        half //= 2
+    return stages
 
 
 def _hadamard_96(x: torch.Tensor) -> torch.Tensor:

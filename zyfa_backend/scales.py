@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -16,6 +17,9 @@ logger = logging.getLogger("vllm.zyfa")
 LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
 # e4m3 keeps its relative precision over 15 binades, so room above the maximum costs nothing; int8 loses it in full.
 HEADROOM = {"fp8_e4m3": 2.0, "int8": 1.25}
+# A few tokens say little about the largest value: a first prompt shorter than this leaves more room.
+FEW_TOKENS = 128
+FEW_HEADROOM = {"fp8_e4m3": 64.0, "int8": 4.0}
 
 
 class LayerScales:
@@ -49,7 +53,7 @@ class LayerScales:
                 continue
             finite = torch.where(torch.isfinite(values), values, 0).abs().amax(dim=(0, 2)).to(torch.float32)
             ready = still_open & (finite > 0)
-            factor = headroom or HEADROOM[form]
+            factor = headroom or (HEADROOM if values.shape[0] >= FEW_TOKENS else FEW_HEADROOM)[form]
             scale.copy_(torch.where(ready, finite * (factor / LARGEST[form]), scale))
             still_open &= ~ready
         self.frozen = not bool((self._open_k | self._open_v).any())
@@ -58,23 +62,32 @@ class LayerScales:
 
 
 class ScaleStore:
-    """The scales of every layer of this process, with the file they come from or go to."""
+    """The scales of every layer of one engine, with the file they come from or go to.
 
-    def __init__(self, config: AttentionConfig, load: str | None, save: str | None, headroom: float | None) -> None:
+    finite: whether every value that any layer wrote to the engine's cache was finite. One flag for all layers, since an
+    engine may hand the blocks of one layer to another.
+    """
+
+    def __init__(
+        self, config: AttentionConfig, load: str | None = None, save: str | None = None, headroom: float | None = None
+    ) -> None:
         self.config, self.headroom, self.save_path = config, headroom, save
+        self.finite = True
         self._layers: dict[str, LayerScales] = {}
         self._file = read(load, config) if load else None
         self._load_path = load
 
     def layer(self, name: str, heads: int, checkpoint: tuple[float, float] | None = None) -> LayerScales:
-        """Scales of layer `name`; `checkpoint` holds its per-tensor (k, v) scales where the checkpoint has some."""
+        """Scales of layer `name`; `checkpoint` holds its per-tensor (k, v) FP8 scales where the checkpoint has some."""
         scales = self._layers.get(name)
         if scales is None:
             scales = self._layers[name] = LayerScales(heads)
             if self._file is not None:
                 scales.fix(*self._from_file(name, heads), f"file {self._load_path}")
             elif checkpoint is not None:
-                scales.fix(torch.tensor(checkpoint[0]), torch.tensor(checkpoint[1]), "checkpoint")
+                # The checkpoint's is a maximum over 448; int8 codes end at 127.
+                k = checkpoint[0] * LARGEST["fp8_e4m3"] / LARGEST[self.config.qk_format]
+                scales.fix(torch.tensor(k), torch.tensor(checkpoint[1]), "checkpoint")
             if scales.frozen:
                 _log(name, scales)
         return scales
@@ -86,8 +99,22 @@ class ScaleStore:
             return
         counters.event("layers calibrated")
         _log(name, scales)
+        if k.shape[0] < FEW_TOKENS and self.headroom is None:
+            _warn_once(
+                f"ZYFA: K and V scales were calibrated on {k.shape[0]} tokens and leave room for more; for the best "
+                f"precision let the first prompt have {FEW_TOKENS} tokens or more, or load scales with ZYFA_SCALES"
+            )
         if self.save_path:
-            write(self.save_path, self._layers, self.config)
+            try:
+                write(self.save_path, self._layers, self.config)
+            except Exception as error:
+                # A full disk must not end the requests that are running.
+                logger.error("ZYFA_SAVE_SCALES=%s could not be written: %s", self.save_path, error)
+
+    def check(self, name: str, heads: int) -> None:
+        """Raises ConfigError unless the loaded file, if any, holds usable scales of layer `name`."""
+        if self._file is not None:
+            self._from_file(name, heads)
 
     def _from_file(self, name: str, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._file is not None
@@ -134,12 +161,19 @@ def read(path: str, config: AttentionConfig) -> dict[str, torch.Tensor]:
         with safe_open(path, "pt") as stream:
             facts = json.loads((stream.metadata() or {}).get("zyfa", "{}"))
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}
-    except (OSError, SafetensorError) as error:
+        if not isinstance(facts, dict):
+            raise ValueError("its metadata are not ZYFA's")
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"ZYFA_SCALES={path} is not a safetensors file of scales: {error}") from None
     for key, value in _facts(config).items():
         if facts.get(key) != value:
             raise ConfigError(f"ZYFA_SCALES={path} was made for {key}={facts.get(key)!r}; this run has {key}={value!r}")
     return tensors
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    logger.warning(line)
 
 
 def _log(name: str, scales: LayerScales) -> None:

@@ -13,7 +13,7 @@ VARIABLES = {
     "ZYFA_CONFIG": "numerics: a preset (exact, lean, lean-no-rotation, int8, unquantized), with ,field=value overrides",
     "ZYFA_FALLBACK": "1 leaves layers that ZYFA does not support to the engine's backend instead of refusing to start",
     "ZYFA_SCALES": "safetensors file with K and V scales per layer and head, used instead of calibration",
-    "ZYFA_SAVE_SCALES": "file to which calibrated K and V scales are written once every layer has them",
+    "ZYFA_SAVE_SCALES": "file to which calibrated K and V scales are written, layer by layer as they freeze",
     "ZYFA_HEADROOM": "factor between the calibrated maximum and the largest value that the cache can hold",
     "ZYFA_STATS": "directory to which each process writes which kernels ran, as stats-<pid>.json",
 }

@@ -1,0 +1,1 @@
+"""Kernels of ZYFA, free of any engine."""

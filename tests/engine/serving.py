@@ -95,7 +95,7 @@ def serve(
     if "--max-model-len" not in args:
         command += ["--max-model-len", "2048"]
     overrides = {"ZYFA_STATS": str(place / "stats"), **SINGLE_PROCESS, **(env or {})}
-    environment = server_environment(str(model), overrides, os.environ, uses_zyfa=False)
+    environment = server_environment(str(model), overrides, os.environ)
     with Server(command, environment, place / "log", f"http://127.0.0.1:{port}", 300) as server:
         yield Engine(f"http://127.0.0.1:{port}", place / "stats", server)
 
@@ -109,6 +109,17 @@ def counters(stats: Path) -> dict[str, dict[str, int]]:
             entry["calls"] += counts["calls"]
             entry["tokens"] += counts["tokens"]
     return total
+
+
+def text_prompts(model: Path, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Token ids of the shipped text, one piece after another."""
+    from transformers import AutoTokenizer
+
+    from zyfa_backend.compare.text import default_text
+
+    ids = AutoTokenizer.from_pretrained(model)(default_text()[: 12 * sum(lengths)]).input_ids
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def ragged_prompts(vocabulary: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

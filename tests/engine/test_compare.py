@@ -108,3 +108,18 @@ def test_a_running_server_compared_with_itself_differs_in_nothing(checkpoint, tm
     assert same["first_divergence"] == TOKENS and same["kl_over_noise"] is None
     # The server caches prefixes and was asked everything three times: only the salts keep the answers cold.
     assert cached == 0
+
+
+def test_what_quantisation_costs_on_a_real_model(checkpoint, tmp_path):
+    """SmolLM2, 8K tokens in windows of 2,048: the rotation and int8 pay as specified, perplexity stays within 1%."""
+    variants = "--variants=lean,lean-no-rotation,int8"
+    asked = [sys.executable, "-m", "zyfa_backend.cli", "compare", str(checkpoint("smollm2-hd128"))]
+    asked += ["--out", str(tmp_path / "out"), "--tokens=8192", "--context=2048", "--prompts=0", variants, "--json"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["variants"]}
+    print({name: (row["kl"], row["perplexity"]) for name, row in rows.items()})
+    assert rows["lean"]["kl"] <= 0.6 * rows["lean-no-rotation"]["kl"]
+    assert rows["int8"]["kl"] <= 0.5 * rows["lean"]["kl"]
+    assert rows["lean"]["perplexity"] == pytest.approx(rows["baseline"]["perplexity"], rel=0.01)
+    assert rows["int8"]["perplexity"] == pytest.approx(rows["baseline"]["perplexity"], rel=0.01)

@@ -46,9 +46,11 @@ def test_chunked_equals_whole_and_cached_equals_cold(checkpoint, tmp_path, scale
 
 
 def test_concurrent_and_preempted_equals_alone(checkpoint, tmp_path, scales) -> None:
-    """Eight clients on a cache that holds about a third of what they need. fp32 weights keep the engine's own products
-    from differing by batch size, so that what remains to differ is attention."""
-    prompts = ragged_prompts(500, (5, 64, 130, 200, 257, 301, 333, 390), seed=2)
+    """Eight clients on a cache that holds about a third of what they need, each outgrowing a block while it decodes.
+
+    fp32 weights keep the engine's own products from differing by batch size: what remains to differ is attention.
+    """
+    prompts = ragged_prompts(500, (60, 100, 120, 200, 230, 250, 330, 370), seed=2)
     arguments = (*FP8, "--dtype", "float32", "--num-gpu-blocks-override", "10", "--max-model-len", "512")
     with serve(checkpoint("tiny-qwen3"), tmp_path, *arguments, env=scales) as engine:
         alone = [engine.complete(ids, 100, cache_salt=f"alone{i}") for i, ids in enumerate(prompts)]

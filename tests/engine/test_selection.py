@@ -66,7 +66,7 @@ def test_wrong_value_names_what_is_accepted(env, expected, checkpoint, tmp_path)
     model = str(checkpoint("tiny-mistral"))
     done = subprocess.run(
         [vllm_executable(), "serve", model, "--enforce-eager", "--max-model-len", "512"],
-        env=server_environment(model, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env}, os.environ, False),
+        env=server_environment(model, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env}, os.environ),
         capture_output=True, text=True, timeout=300,
     )
     assert done.returncode != 0

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from tests.engine.serving import FP8, ZYFA, Answer, counters, ragged_prompts, serve
+from tests.engine.serving import FP8, ZYFA, Answer, counters, ragged_prompts, serve, text_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -22,13 +22,14 @@ MODELS = {
     "tiny-deepseek-v2-dense": (2, "mla", True),
     "smollm2-hd128": (30, "hd128", False),
 }
-# Mean |difference| of the log-probability of a token, against the engine's own backend in bf16.
-BF16_NOISE = 0.02
-FP8_BOUND = 0.10
+# Mean |difference| of the log-probability of a token against the engine's own backend in bf16: without quantisation,
+# and with FP8. The real model is asked for text; its 30 layers and peaked attention add up more rounding.
+BOUNDS = {"smollm2-hd128": (0.06, 0.20)}
+TINY_BOUNDS = (0.02, 0.10)
 
 
 def run(checkpoint, folder, name: str, *args: str, env=None) -> tuple[list[Answer], dict, str]:
-    prompts = ragged_prompts(500, LENGTHS)
+    prompts = text_prompts(checkpoint(name), LENGTHS) if name in BOUNDS else ragged_prompts(500, LENGTHS)
     with serve(checkpoint(name), folder, *args, env=env, name=f"{name}{'-'.join(args)}{env}") as engine:
         answers = [engine.complete(ids, NEW_TOKENS, prompt_logprobs=True) for ids in prompts]
         log = engine.log
@@ -58,12 +59,13 @@ def check_close(ours: list[Answer], theirs: list[Answer], bound: float) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str, checkpoint, tmp_path) -> None:
     layers, shape, mla = MODELS[name]
+    noise, fp8_bound = BOUNDS.get(name, TINY_BOUNDS)
     theirs, none, log = run(checkpoint, tmp_path, name)
     assert none == {} and "ZYFA" not in log, "the plugin must change nothing where it is not chosen"
 
     plain, counts, log = run(checkpoint, tmp_path, name, env=ZYFA)
     assert "Unknown vLLM environment variable" not in log
-    check_close(plain, theirs, BF16_NOISE)
+    check_close(plain, theirs, noise)
     expected = {f"torch/bf16-{shape}-causal"}
     if not mla:
         expected |= {f"torch/bf16-{shape}-decode", f"torch/write-{shape}"}
@@ -71,7 +73,7 @@ def test_model(name: str, checkpoint, tmp_path) -> None:
     check_counts(counts, f"torch/bf16-{shape}", layers, mla)
 
     quantised, counts, log = run(checkpoint, tmp_path, name, *FP8, env=ZYFA)
-    check_close(quantised, theirs, FP8_BOUND)
+    check_close(quantised, theirs, fp8_bound)
     expected = {f"torch/fp8-{shape}-causal-lean"}
     if not mla:
         expected |= {f"torch/fp8-{shape}-decode-lean", f"torch/rotate-quantize-{shape}"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import tempfile
-from pathlib import Path
 
 import numpy as np
 from zyfa_kernels.emulator import CodeObject, Emulator
+from zyfa_kernels.runtime import toolchain
 
 KERNEL = """
 .amdgcn_target "amdgcn-amd-amdhsa--gfx950"
@@ -73,25 +71,10 @@ def source(
 
 def assemble(text: str) -> bytes:
     """The linked code object of an assembly text. Raises ValueError with LLVM's message."""
-    from triton._C.libtriton import amd, llvm
-
-    llvm.init_targets()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        saved = os.dup(2)
-        with log.open("wb") as sink:
-            os.dup2(sink.fileno(), 2)
-            try:
-                obj = amd.assemble_amdgcn(text, "gfx950", "")
-            finally:
-                os.dup2(saved, 2)
-                os.close(saved)
-        message = log.read_text()
-        if "error:" in message:
-            raise ValueError(message)
-        (Path(folder) / "a.o").write_bytes(obj)
-        amd.link_hsaco(str(Path(folder) / "a.o"), str(Path(folder) / "a.hsaco"))
-        return (Path(folder) / "a.hsaco").read_bytes()
+    try:
+        return toolchain.assemble(text)
+    except toolchain.AssemblyError as error:
+        raise ValueError(str(error)) from None
 
 
 def run_snippet(

@@ -109,7 +109,7 @@ def compare(
                 text=read_text(text) if text else default_text(),
                 settings=Settings(tokens, context, top_k, prompts, prompt_tokens, max_tokens, seed),
                 options=ServerOptions(
-                    tuple(word for argument in server_arg or [] for word in shlex.split(argument)),
+                    split_words(server_arg or []),
                     port,
                     startup_timeout,
                     request_timeout,
@@ -236,3 +236,11 @@ class _Display:
 
     def note(self, message: str) -> None:
         self._console.print(message, soft_wrap=True, markup=False, highlight=False)
+
+
+def split_words(arguments: list[str]) -> tuple[str, ...]:
+    """The words of each --server-arg, as a shell would split them. Raises UserError."""
+    try:
+        return tuple(word for argument in arguments for word in shlex.split(argument))
+    except ValueError as error:
+        raise UserError(f"--server-arg {arguments} is not accepted: {error}", 2) from None

@@ -173,7 +173,7 @@ class Run:
         folder = self.store.folder(variant.name)
         stats = folder / "stats"
         shutil.rmtree(stats, ignore_errors=True)
-        env = server_environment(self.model, variant.env, self.environ, variant.uses_zyfa)
+        env = server_environment(self.model, variant.env, self.environ)
         if variant.uses_zyfa:
             stats.mkdir()
             env["ZYFA_STATS"] = str(stats.resolve())

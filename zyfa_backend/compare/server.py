@@ -63,13 +63,16 @@ def require_free(port: int) -> None:
 
 
 def server_environment(
-    model: str, overrides: Mapping[str, str], inherited: Mapping[str, str], uses_zyfa: bool
+    model: str, overrides: Mapping[str, str], inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a server: the caller's, without ZYFA's switches where the variant does not use ZYFA."""
+    """The environment of a server: the caller's, without its choice of backend and ZYFA's switches, and `overrides`.
+
+    A variant means what its name says only with the switches that it sets itself.
+    """
     environment = {
         name: value
         for name, value in inherited.items()
-        if name not in PRIVATE and (uses_zyfa or not name.startswith("ZYFA_"))
+        if name not in PRIVATE and not name.startswith("ZYFA_")
     }
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default the CPU build takes most of the memory

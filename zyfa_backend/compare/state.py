@@ -67,7 +67,7 @@ def model_identity(model: str) -> dict[str, Any]:
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
     return {
         "path": str(path.resolve()),
-        "config": digest((path / "config.json").read_text(encoding="utf-8")),
+        "config": digest((path / "config.json").read_bytes().hex()),
         "files": [[entry.name, entry.stat().st_size, entry.stat().st_mtime_ns] for entry in files],
     }
 

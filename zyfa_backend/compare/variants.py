@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 
+import httpx
+
 BASELINE = "baseline"
 NOISE = "baseline2"
 DEFAULT = (BASELINE, NOISE, "exact", "lean", "lean-no-rotation", "int8")
@@ -37,7 +39,7 @@ def _zyfa(name: str, what: str) -> Variant:
 
 UNQUANTISED = Variant(
     NOISE,
-    {BACKEND_VARIABLE: "ZYFA"},
+    {BACKEND_VARIABLE: "ZYFA", "ZYFA_CONFIG": "unquantized"},
     ("--kv-cache-dtype", "auto"),
     what="ZYFA with quantisation off, as the noise band",
 )
@@ -101,6 +103,10 @@ def parse_url(text: str) -> Variant:
     _check_name(name, text, separator, "--url NAME=http://HOST:PORT")
     if not url.startswith(("http://", "https://")):
         raise VariantError(f"--url {name}={url} is not accepted; the address begins with http:// or https://")
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise VariantError(f"--url {name}={url} is not accepted: {error}") from None
     return Variant(name, url=url.removesuffix("/"), what=f"running server at {url}")
 
 

@@ -16,7 +16,6 @@ from zyfa_backend.reference_tiles import (
     block_probabilities,
     combine,
     mask_scores,
-    per_q_head,
     poison,
     split_poison,
 )
@@ -53,9 +52,9 @@ def decode(
     group = hq // hkv
     quantized = quantize_q(q, config)
     queries, factor = unpack(quantized.data, quantized.format)
-    c = quantized.scale * (per_q_head(k_scale, hq, hkv) * (softmax_scale * LOG2E)) * factor
-    queries, c = queries.view(rows, hkv, group, dim), c.view(rows, hkv, group, 1)
-    scale = per_q_head(v_scale, hq, hkv).view(hkv, group, 1)
+    queries = queries.view(rows, hkv, group, dim)
+    c = quantized.scale.view(rows, hkv, group, 1) * (k_scale * (softmax_scale * LOG2E * factor)).view(hkv, 1, 1)
+    scale = v_scale.view(hkv, 1, 1)
     out = torch.empty_like(q)
     for row, length in enumerate(seq_lens):
         begin = 0 if window is None else max(0, length - 1 - window) // _ALIGN * _ALIGN

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
+from safetensors import SafetensorError
 
 from zyfa_backend.models.errors import ModelError, require
 
@@ -29,11 +31,17 @@ def capture(
     target = Path(path)
     if target.suffix != ".npz" or not target.parent.is_dir():
         raise ModelError(f"cannot write {target}: expected a name that ends in .npz in a directory that exists")
+    if target.exists():
+        raise ModelError(f"{target} exists; give another name or remove it first")
+    if not os.access(target.parent, os.W_OK):
+        raise ModelError(f"cannot write {target}: its directory is not writable")
     if tokens < 1:
         raise ModelError(f"tokens={tokens} is not accepted; at least 1 is needed")
     loaded, tokenizer = _load(transformers, torch, str(model))
     chosen = _layers(layers, loaded.config.num_hidden_layers)
     ids = tokenizer(text, verbose=False)["input_ids"][:tokens]
+    if text and not ids:
+        raise ModelError(f"{model} has no tokenizer that makes tokens of the text")
     if len(ids) < tokens:
         raise ModelError(f"the text has {len(ids)} tokens of this model; {tokens} were asked for, give a longer text")
     limit = getattr(loaded.config, "max_position_embeddings", tokens)
@@ -46,7 +54,14 @@ def capture(
     missing = [layer for layer in chosen if f"layer{layer}.q" not in arrays]
     if missing:
         raise ModelError(f"layers {missing} did not call the attention function; their attention cannot be captured")
-    numpy.savez(target, **arrays)  # type: ignore[arg-type]  # no name is "allow_pickle"
+    part = target.with_name(f".{target.stem}-{os.getpid()}.npz")
+    try:
+        numpy.savez(part, **arrays)  # type: ignore[arg-type]  # no name is "allow_pickle"
+        os.replace(part, target)
+    except OSError as error:
+        raise ModelError(f"cannot write {target}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
     q, k, v = (arrays[f"layer{chosen[0]}.{name}"] for name in "qkv")
     return {
         "path": str(target),
@@ -64,7 +79,7 @@ def _load(transformers: Any, torch: Any, model: str) -> tuple[Any, Any]:
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
         return loaded, transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ModelError(f"cannot load {model} as a Hugging Face checkpoint: {first}") from error
 

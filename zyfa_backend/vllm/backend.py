@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -137,8 +138,13 @@ class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
         )
 
 
-def cache_config_for(kv_cache_dtype: str, chosen: AttentionConfig | None) -> AttentionConfig:
-    """Numerics of a layer with this cache dtype, given ZYFA_CONFIG. Raises ConfigError where they contradict."""
+def cache_config_for(kv_cache_dtype: str, chosen: AttentionConfig | None, engine_dtype: str) -> AttentionConfig:
+    """Numerics of a layer with this cache dtype, given ZYFA_CONFIG. Raises ConfigError where they contradict.
+
+    engine_dtype: the cache dtype of the engine, from which vLLM's --kv-cache-dtype-skip-layers excepts single layers.
+    """
+    if kv_cache_dtype not in QUANTIZED_CACHES and engine_dtype in QUANTIZED_CACHES:
+        return UNQUANTIZED
     if kv_cache_dtype in QUANTIZED_CACHES:
         config = chosen or LEAN
         if "none" in (config.qk_format, config.v_format):
@@ -155,18 +161,40 @@ def cache_config_for(kv_cache_dtype: str, chosen: AttentionConfig | None) -> Att
     return chosen or UNQUANTIZED
 
 
-@functools.cache
-def _store(config: AttentionConfig) -> ScaleStore:
-    chosen = settings.load()
-    return ScaleStore(config, chosen.scales, chosen.save_scales, chosen.headroom)
+# The stores of living engines: two engines of one process must not share scales.
+_stores: list[tuple[weakref.ref, dict[AttentionConfig, ScaleStore]]] = []
 
 
-@functools.cache
+def store_for(vllm_config, config: AttentionConfig) -> ScaleStore:
+    """The scale store of the engine that `vllm_config` belongs to. Reads ZYFA_SCALES; raises ConfigError."""
+    _stores[:] = [(ref, stores) for ref, stores in _stores if ref() is not None]
+    mine = next((stores for ref, stores in _stores if ref() is vllm_config), None)
+    if mine is None:
+        mine = {}
+        _stores.append((weakref.ref(vllm_config), mine))
+    if config not in mine:
+        chosen = settings.load()
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if ranks > 1 and config.quantized and (chosen.scales or chosen.save_scales):
+            raise ConfigError(
+                f"ZYFA_SCALES and ZYFA_SAVE_SCALES hold the heads of one process; this engine has {ranks} "
+                f"(tensor parallel {parallel.tensor_parallel_size}, pipeline {parallel.pipeline_parallel_size})"
+            )
+        mine[config] = ScaleStore(config, chosen.scales, chosen.save_scales, chosen.headroom)
+    return mine[config]
+
+
 def announce(line: str) -> None:
-    """Log one line per layer type and start the counters' file, once each."""
-    logger.info(line)
+    """Log one line per layer type, and keep the counters' file where ZYFA_STATS says."""
+    _log_once(line)
     if directory := settings.load().stats:
         dispatch.counters.write_to(directory)
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logger.info(line)
 
 
 class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
@@ -190,8 +218,10 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # vLLM counts the query's own key among the window's; flash-attn's left window does not.
         self.window = sliding_window - 1 if sliding_window is not None else None
-        self.config = cache_config_for(kv_cache_dtype, settings.load().config)
         vllm_config = get_current_vllm_config()
+        engine_dtype = vllm_config.cache_config.cache_dtype
+        self.config = cache_config_for(kv_cache_dtype, settings.load().config, engine_dtype)
+        self._store = store_for(vllm_config, self.config)
         device = vllm_config.device_config.device_type
         dtype = DTYPES[vllm_config.model_config.dtype]
         self._kernels = {
@@ -199,13 +229,16 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             for phase in ("causal", "decode")
         }
         self._write_kernel = f"torch/{'rotate-quantize' if self.config.quantized else 'write'}-hd{head_size}"
-        # Whether every value ever written to this layer's cache was finite; decode then need not look for NaN.
-        self._finite = True
         announce(
             f"ZYFA serves layers with {num_heads} query and {self.num_kv_heads} KV heads of {head_size}"
             f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
             f"decode {self._kernels['decode']}, cache {kv_cache_dtype}, rotation {self.config.rotation} on {device}"
         )
+
+    def attach(self, name: str) -> None:
+        """Check, at start-up, that the loaded scales know layer `name`. Raises ConfigError."""
+        if self.config.quantized:
+            self._store.check(name, self.num_kv_heads)
 
     def forward(
         self,
@@ -251,9 +284,11 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             slots, key, value = slots[live], key[live], value[live]
         if not slots.numel():
             return
-        self._finite = self._finite and bool(torch.isfinite(key.sum() + value.sum()))
+        self._store.finite = self._store.finite and bool(torch.isfinite(key.sum() + value.sum()))
         if self.config.quantized:
             key, value = self._quantize(layer, key, value)
+        elif self.config.rotation != "none":
+            key = quantize_kv(key, 1.0, "none", self.config.rotation)
         k_cache, v_cache = self._views(kv_cache)
         size = k_cache.shape[1]
         block, offset = slots // size, slots % size
@@ -262,7 +297,7 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
         dispatch.counters.add(self._write_kernel, slots.numel())
 
     def _quantize(self, layer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        store = _store(self.config)
+        store = self._store
         scales = store.layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
         key = rotate(key, self.config.rotation)
         if not scales.frozen:
@@ -282,7 +317,7 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
         if not self.config.quantized:
             one = torch.ones(self.num_kv_heads)
             return one, one
-        scales = _store(self.config).layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
+        scales = self._store.layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
         return scales.k, scales.v
 
     def _prefill(self, layer, query, kv_cache, blocks, length: int, output) -> None:
@@ -318,7 +353,7 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             softmax_scale=self.scale,
             window=self.window,
             config=self.config,
-            finite=self._finite,
+            finite=self._store.finite,
         )
         dispatch.counters.add(self._kernels["decode"], len(metadata.decode_lengths))
 

@@ -16,18 +16,19 @@ from zyfa_backend.config import ConfigError
 NAME = "ZYFA"
 BACKEND_PATH = "zyfa_backend.vllm.backend.ZyfaAttentionBackend"
 VARIABLE = "VLLM_ATTENTION_BACKEND"
+CHOICES = (NAME, "CUSTOM")
 SUPPORTED_VLLM = ("0.32", "0.33")
 
 logger = logging.getLogger("vllm.zyfa")
 
 
+@functools.cache
 def register() -> None:
-    """Register once in this process; later calls return at once."""
+    """Register once in this process; later calls return at once, after a failure they fail again."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if NAME in AttentionBackendEnum.__members__:
-        return
-    _check_environment(list(AttentionBackendEnum.__members__))
+    # The member may be there already: a spawned process makes it when it unpickles its configuration.
+    _check_environment([name for name in AttentionBackendEnum.__members__ if name != NAME])
     backend_member(NAME)
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         from vllm.v1.attention.backends.registry import register_backend
@@ -60,11 +61,14 @@ def _check_environment(names: list[str]) -> None:
     """Check VLLM_ATTENTION_BACKEND and the ZYFA_* switches before anything starts."""
     value = os.environ.get(VARIABLE, "").strip()
     if value and value.upper() not in (NAME, *names):
-        raise ConfigError(f"{VARIABLE}={value} is not an attention backend; accepted: {', '.join([NAME, *names])}")
+        raise ConfigError(
+            f"{VARIABLE}={value} is not an attention backend; accepted: {NAME}, and names that vLLM knows, which it "
+            f"takes from --attention-backend only: {', '.join(names)}"
+        )
     settings.load()
     if unknown := settings.unknown():
         logger.warning("unknown switches %s; ZYFA knows %s", ", ".join(unknown), ", ".join(settings.VARIABLES))
-    if value.upper() == NAME:
+    if value.upper() in CHOICES:
         import vllm.envs
 
         # Known from here on, so that vLLM does not warn about it and hashes it with its other switches.
@@ -77,7 +81,7 @@ def selected(backend=None) -> bool:
     An explicit backend beats the environment variable.
     """
     if backend is None:
-        return os.environ.get(VARIABLE, "").strip().upper() == NAME
+        return os.environ.get(VARIABLE, "").strip().upper() in CHOICES
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if backend is AttentionBackendEnum.CUSTOM:

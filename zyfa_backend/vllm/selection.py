@@ -23,9 +23,6 @@ def get_attn_backend_cls(original, selected_backend, attn_selector_config, num_h
         return original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
     if attn_selector_config.use_mla:
         # Decode and the latent cache stay the engine's; ZYFA supplies the prefill.
-        from vllm.v1.attention.backends.mla.prefill import selector
-
-        selector._auto_select_mla_prefill_backend.cache_clear()
         return original(None, attn_selector_config=attn_selector_config, num_heads=num_heads)
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -60,12 +57,18 @@ def check_and_update_config(original, vllm_config):
 
     The engine's CPU decode reads a latent cache of the model's dtype alone, and would otherwise cast to bytes.
     """
+    _forget_earlier_choices()
     model, cache = vllm_config.model_config, vllm_config.cache_config
     on_cpu = vllm_config.device_config.device_type == "cpu"
     if on_cpu and model is not None and model.use_mla and selected_for(vllm_config, "mla_attention"):
-        if cache.cache_dtype.startswith("fp8") and isinstance(vllm_config.additional_config, dict):
-            if cache.cache_dtype == "fp8_e5m2":
-                raise Unsupported("kv_cache_dtype fp8_e5m2 is not supported; ZYFA's is fp8 (e4m3)")
+        from zyfa_backend.vllm.backend import QUANTIZED_CACHES
+
+        if cache.cache_dtype not in ("auto", "float16", "bfloat16", *QUANTIZED_CACHES):
+            accepted = ", ".join(("auto", *QUANTIZED_CACHES))
+            raise Unsupported(f"kv_cache_dtype {cache.cache_dtype} is not supported with MLA; accepted: {accepted}")
+        if cache.cache_dtype in QUANTIZED_CACHES:
+            if not isinstance(vllm_config.additional_config, dict):
+                raise Unsupported("additional_config is not a dictionary; ZYFA needs one for FP8 prefill with MLA")
             vllm_config.additional_config.setdefault(MLA_CONFIG, "lean")
             cache.cache_dtype = "auto"
             logger.warning(
@@ -73,6 +76,15 @@ def check_and_update_config(original, vllm_config):
                 "model's dtype, the only one that the engine's CPU decode reads."
             )
     return original(vllm_config)
+
+
+def _forget_earlier_choices() -> None:
+    """vLLM remembers a backend by its own arguments, among which is no environment variable."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.mla.prefill import selector as mla_selector
+
+    selector._cached_get_attn_backend.cache_clear()
+    mla_selector._auto_select_mla_prefill_backend.cache_clear()
 
 
 def wrap_attention_layer() -> None:
@@ -87,17 +99,23 @@ def wrap_attention_layer() -> None:
         from vllm.config import get_current_vllm_config_or_none
 
         if not _any_selected(get_current_vllm_config_or_none()):
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+            return
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         reasons = layer_reasons(given)
         backend = given.get("attn_backend")
         if backend is not None and not issubclass(backend, _backend_class()):
             reasons = []
+        if reasons and backend is not None:
+            # The engine's plain backend would ignore what the derived one adds, such as a chunk's mask.
+            raise Unsupported(f"ZYFA does not serve layers with {'; '.join(reasons)}; choose another backend")
         if reasons:
             leave_or_refuse(reasons, f"layers with head size {given['head_size']}")
             given["attn_backend"] = _engine_backend(given)
-        return original(*bound.args, **bound.kwargs)
+        original(*bound.args, **bound.kwargs)
+        if isinstance(self.impl, _backend_class().get_impl_cls()):
+            self.impl.attach(self.layer_name)
 
     Attention.__init__ = init
 
