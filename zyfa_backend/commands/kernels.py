@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,22 @@ NameOrFile = Annotated[str, typer.Argument(help="Name of a kernel, or the path o
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="The gfx950 assembly kernels: list, build, check, run, cycle model.", no_args_is_help=True)
     for command in (build, check, cycles, run):
-        group.command()(command)
-    group.command(name="list")(list_kernels)
+        group.command()(_with_extra(command))
+    group.command(name="list")(_with_extra(list_kernels))
     app.add_typer(group, name="kernels")
+
+
+def _with_extra(command: Callable[..., None]) -> Callable[..., None]:
+    """The command; a package of the extra that is not installed is an error of one line."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except ModuleNotFoundError as error:
+            raise UserError(f"`zyfa kernels` needs {error.name}; it comes with zyfa's extra gfx950") from error
+
+    return wrapped
 
 
 def _kernel(name: str) -> Any:
@@ -160,17 +174,24 @@ def _loaded(target: str) -> Any:
 
 def run(
     name: Name,
-    seq: Annotated[int | None, typer.Option("--seq", help="Query tokens (default 256, or all of the file).")] = None,
-    q_heads: Annotated[int, typer.Option("--q-heads")] = 1,
-    kv_heads: Annotated[int, typer.Option("--kv-heads")] = 1,
+    seq: Annotated[
+        str | None, typer.Option("--seq", help="Query tokens (default 256, or all of the file); 70,1,257 is a batch.")
+    ] = None,
+    q_heads: Annotated[int | None, typer.Option("--q-heads", help="Default 1, or the file's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Default 1, or the file's.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Must agree with the kernel's name.")] = None,
-    context: Annotated[int, typer.Option("--context", help="Keys before the first query.")] = 0,
+    context: Annotated[
+        str, typer.Option("--context", help="Keys before the first query: one number, or one for each of --seq.")
+    ] = "0",
     input: Annotated[
         str, typer.Option("--input", help="gaussian, peaked, ones, or an .npz file with q, k and v.")
     ] = "gaussian",
+    page: Annotated[
+        int | None, typer.Option("--page", help="K and V in shuffled pages of this many tokens; packed without it.")
+    ] = None,
     window: Annotated[int | None, typer.Option("--window", help="A query sees no key further back than this.")] = None,
     layer: Annotated[int | None, typer.Option("--layer", help="Layer of an .npz file that holds several.")] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
     on: Annotated[str, typer.Option("--on", help="emulator or gpu.")] = "emulator",
     json: Json = False,
 ) -> None:
@@ -181,26 +202,50 @@ def run(
     if causal is not None and causal != properties["causal"]:
         wanted = "--causal" if properties["causal"] else "--full"
         raise UserError(f"{name} has a fixed mask; it runs with {wanted}")
-    if on not in ("emulator", "gpu"):
-        raise UserError(f"--on {on!r} is not accepted; choose emulator or gpu")
+    if on not in kernel_run.DEVICES:
+        raise UserError(f"--on {on!r} is not accepted; choose {' or '.join(kernel_run.DEVICES)}")
     mask, lean = properties["causal"], properties["lean"]
+    lengths = None if seq is None else _numbers("--seq", seq)
+    contexts = _numbers("--context", context)
     try:
-        if input in kernel_run.INPUTS:
-            problem = kernel_run.generate(
-                input, 256 if seq is None else seq, q_heads, kv_heads, context, mask, lean, seed
-            )
-        elif input.endswith(".npz"):
-            problem = kernel_run.load(Path(input), layer, seq, mask, lean)
+        if input.endswith(".npz"):
+            if (lengths and len(lengths) > 1) or len(contexts) > 1:
+                raise UserError(f"--seq {seq} --context {context}: a file is one sequence, so each is one number")
+            length = None if lengths is None else lengths[0]
+            problems = kernel_run.load(Path(input), layer, length, contexts[0], mask, lean, window)
+            q, k = problems[0].q.data.shape[1], problems[0].k.data.shape[1]
+            for option, asked, has in (("--q-heads", q_heads, q), ("--kv-heads", kv_heads, k)):
+                if asked not in (None, has):
+                    raise UserError(f"{option} {asked}: {input!r} holds {has}")
+        elif input in kernel_run.INPUTS:
+            if layer is not None:
+                raise UserError(f"--layer {layer} goes with an .npz file, not with --input {input}")
+            lengths = lengths or [256]
+            if len(contexts) not in (1, len(lengths)):
+                raise UserError(f"--context has {len(contexts)} numbers and --seq {len(lengths)}; give one, or as many")
+            pairs = list(zip(lengths, contexts * (len(lengths) // len(contexts)), strict=True))
+            heads = [1 if n is None else n for n in (q_heads, kv_heads)]
+            problems = kernel_run.generate(input, pairs, heads[0], heads[1], mask, lean, seed, window)
         else:
             raise UserError(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
-        result = kernel_run.compare(name, replace(problem, window=window), on)
+        result = kernel_run.compare(name, problems, on, page)
     except (ValueError, RuntimeError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(" ".join(str(error).split())) from error
+    except MemoryError as error:
+        raise UserError(f"--seq {seq} --context {context} need more memory than this machine has") from error
     if json:
         print_json(result)
     else:
         log(f"{name} on {on}")
         _table([result])
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"{option} {text!r} is not accepted; give a whole number, or several as in 70,1,257") from error
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
