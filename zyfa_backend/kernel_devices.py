@@ -42,12 +42,12 @@ def loaded(name: str) -> Any:
 
 
 class EmulatorDevice:
-    """A fresh emulator; delayed: what is loaded is poisoned until it is waited for."""
+    """A fresh emulator for a code object; delayed: what is loaded is poisoned until it is waited for."""
 
-    def __init__(self, name: str, delayed: bool = False) -> None:
+    def __init__(self, code: Any, delayed: bool = False, **options: Any) -> None:
         from zyfa_kernels.emulator import Emulator
 
-        self.emulator = Emulator(loaded(name), delayed_memory=delayed)
+        self.emulator = Emulator(code, delayed_memory=delayed, **options)
         memory = self.emulator.memory
         self.upload, self.alloc, self.download = memory.upload, memory.alloc, memory.download
 

@@ -15,7 +15,7 @@ import torch
 
 from zyfa_backend import reference
 from zyfa_backend.config import EXACT, LEAN, AttentionConfig
-from zyfa_backend.kernel_devices import Device, EmulatorDevice, GpuDevice, launch
+from zyfa_backend.kernel_devices import Device, EmulatorDevice, GpuDevice, launch, loaded
 from zyfa_backend.quantization import Quantized, calibrate_scale, e4m3_decode, quantize_kv, quantize_q
 
 INPUTS = ("gaussian", "peaked", "ones")
@@ -220,7 +220,7 @@ def compare(name: str, problems: Sequence[Problem], on: str, page: int | None = 
         raise RunError(f"on={on!r} is not accepted; choose {' or '.join(DEVICES)}")
     if page is not None and (page < 8 or page & (page - 1)):
         raise RunError(f"page={page} is not accepted; a power of two from 8 on is")
-    device: Device = EmulatorDevice(name) if on == "emulator" else GpuDevice()
+    device: Device = EmulatorDevice(loaded(name)) if on == "emulator" else GpuDevice()
     start = time.perf_counter()
     outputs, instructions = launch(device, name, problems, page=page)
     seconds = time.perf_counter() - start
@@ -266,3 +266,22 @@ def judge(
         "lse_max_abs": lse_max_abs,
         "beyond_bf16": 1 - float((np.abs(got - ref) <= step + 1e-6 * size).mean()),
     }
+
+
+def delayed_run(name: str, code: Any = None) -> list[Any]:
+    """EmulatorErrors of kernel `name` (or of `code`, a variation of it) when every load takes its time.
+
+    One to eight tiles of keys, so that the loop is entered and passed at each of its stages; a missing wait or barrier is found where
+    what it guards is used.
+    """
+    from zyfa_kernels.emulator import EmulatorError
+    from zyfa_kernels.runtime.registry import kernel
+
+    made = kernel(name).properties
+    lengths = [(2, TILE * tiles - 2) for tiles in range(1, 9)]
+    device = EmulatorDevice(loaded(name) if code is None else code, delayed=True, collect_hazards=True)
+    try:
+        launch(device, name, generate("gaussian", lengths, 1, 1, made["causal"], made["lean"], 0))
+    except EmulatorError as error:
+        return [*device.emulator.hazards, error]
+    return device.emulator.hazards

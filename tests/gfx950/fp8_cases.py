@@ -19,7 +19,7 @@ def launch(
     """`kernel_devices.launch` on a fresh emulator; delayed: memory takes its time."""
     first = problems[0]
     which = name(first.causal, first.config.probabilities == "lean")
-    device = kernel_devices.EmulatorDevice(which, delayed)
+    device = kernel_devices.EmulatorDevice(kernel_devices.loaded(which), delayed)
     return kernel_devices.launch(device, which, [replace(first, window=window), *problems[1:]], **options)[0]
 
 

@@ -118,16 +118,27 @@ def build(
 
 
 def check(target: NameOrFile, json: Json = False) -> None:
-    """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation."""
+    """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation.
+
+    A kernel of ours is also run on the emulator with late loads, for what depends on its arguments.
+    """
     code = _loaded(target)
     from zyfa_kernels.emulator.checks import check as run_checks
+    from zyfa_kernels.emulator.checks.report import of_error
+    from zyfa_kernels.runtime.registry import names
+
+    from zyfa_backend.kernel_run import delayed_run
 
     report = run_checks(code)
+    if target in names():
+        report.violations += [of_error(error, target) for error in delayed_run(target)]
     if json:
         print_json(report.as_dict())
     else:
         for violation in report.violations:
             print(violation)
+        for advice in report.advice:
+            print(f"advice: {advice}")
         for note in report.notes:
             print(f"note: {note}")
         print(
