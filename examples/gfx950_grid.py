@@ -94,17 +94,20 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def fingerprints(kernels: list[str]) -> dict[str, Any]:
-    """SHA-256 of each kernel's assembly text, and of all sources that a result depends on."""
+    """SHA-256 of each kernel's instructions, and of all sources that a result depends on."""
     import zyfa_kernels
     from zyfa_kernels.runtime.registry import kernel
 
     import zyfa_backend
 
+    def code(name: str) -> bytes:
+        return "\n".join(item.text() for item in kernel(name).program.instructions()).encode()
+
     roots = [Path(module.__path__[0]) for module in (zyfa_kernels, zyfa_backend)]
     skip = {"vllm", "sglang", "compare", "commands", "models", "decode", "cycles", "checks"}
     files = [path for root in roots for path in sorted(root.rglob("*.py")) if not skip & set(path.parts)]
     return {
-        "kernels": {name: hashlib.sha256(kernel(name).text().encode()).hexdigest() for name in kernels},
+        "kernels": {name: hashlib.sha256(code(name)).hexdigest() for name in kernels},
         "sources": hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest(),
     }
 

@@ -23,6 +23,7 @@ DEVICES = ("emulator", "gpu")
 PEAKED = 6.0  # factor on the queries: a few keys take nearly all weight
 TILE = 128  # keys after which these kernels renew the running maximum
 HEAD_DIM = 128
+MAX_TOKENS, MAX_HEADS, MAX_SEED = 1 << 20, 1024, (1 << 63) - 1
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -62,14 +63,16 @@ def generate(
 
     kind: "peaked" scales Q by PEAKED, "ones" sets V to 1. Raises RunError.
     """
-    for label, values, least in (
-        ("seq", [seq for seq, _ in lengths], 1),
-        ("context", [context for _, context in lengths], 0),
-        ("q_heads", [q_heads], 1),
-        ("kv_heads", [kv_heads], 1),
+    for label, values, least, most in (
+        ("seq", [seq for seq, _ in lengths], 1, MAX_TOKENS),
+        ("context", [context for _, context in lengths], 0, MAX_TOKENS),
+        ("q_heads", [q_heads], 1, MAX_HEADS),
+        ("kv_heads", [kv_heads], 1, MAX_HEADS),
+        ("seed", [seed], 0, MAX_SEED),
     ):
-        if min(values) < least:
-            raise RunError(f"{label}={min(values)} is not accepted; it is at least {least}")
+        for value in values:
+            if not least <= value <= most:
+                raise RunError(f"{label}={value} is not accepted; it lies in {least} .. {most}")
     if q_heads % kv_heads:
         raise RunError(f"q_heads={q_heads} is not a multiple of kv_heads={kv_heads}")
     if kind not in INPUTS:
@@ -110,7 +113,8 @@ def load(
                 f"{name} in {where} is {array.dtype} {list(array.shape)}; wanted numbers [tokens, heads, {HEAD_DIM}]"
             )
         if not np.isfinite(array).all():
-            raise RunError(f"{name} in {where} holds {int((~np.isfinite(array)).sum())} values that are not finite")
+            wrong = int((~np.isfinite(array)).sum())
+            raise RunError(f"{name} in {where} is not finite everywhere: {wrong} of {array.size} values are NaN or inf")
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     tokens, q_heads, _ = arrays["q"].shape
     if shapes["k"] != shapes["v"] or shapes["k"][0] != tokens or q_heads % shapes["k"][1]:
@@ -133,7 +137,10 @@ def _arrays(path: Path, layer: int | None) -> tuple[dict[str, np.ndarray], float
     """The arrays q, k, v of a layer, and its softmax_scale if the file has one."""
     where = repr(str(path))
     try:
-        with np.load(path) as archive:
+        opened = np.load(path)
+        if isinstance(opened, np.ndarray):
+            raise RunError(f"--input {where} holds one array without a name; wanted an archive with q, k and v")
+        with opened as archive:
             names = list(archive.files)
             found: dict[str, dict[str, str]] = {}
             for key in names:
@@ -157,8 +164,8 @@ def _arrays(path: Path, layer: int | None) -> tuple[dict[str, np.ndarray], float
             return {name: archive[chosen[name]] for name in "qkv"}, scale
     except RunError:
         raise
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition(". ")[0]
         raise RunError(f"--input {where} is not readable as .npz: {reason}") from error
 
 
@@ -271,8 +278,8 @@ def judge(
 def delayed_run(name: str, code: Any = None) -> list[Any]:
     """EmulatorErrors of kernel `name` (or of `code`, a variation of it) when every load takes its time.
 
-    One to eight tiles of keys, so that the loop is entered and passed at each of its stages; a missing wait or barrier is found where
-    what it guards is used.
+    One to eight tiles of keys, so that the loop is entered and passed at each of its stages; a missing wait or barrier
+    is found where what it guards is used.
     """
     from zyfa_kernels.emulator import EmulatorError
     from zyfa_kernels.runtime.registry import kernel

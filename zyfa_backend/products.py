@@ -20,6 +20,11 @@ def products(a: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
     return [linear(a[h], b[h]) for h in range(a.shape[0])]
 
 
+def exact_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The same in fp64, [H, R, N]: for FP8 and int8 operands without any rounding, so in no order of summation."""
+    return torch.bmm(a.double(), b.double().transpose(1, 2))
+
+
 @lru_cache(maxsize=1)
 def _onednn_linear() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """oneDNN's fp32 inner product, or None if this torch lacks it or it disagrees with torch.matmul.

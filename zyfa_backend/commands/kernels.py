@@ -15,6 +15,13 @@ Name = Annotated[str, typer.Argument(help="Name of a kernel, see `zyfa kernels l
 NameOrFile = Annotated[str, typer.Argument(help="Name of a kernel, or the path of a gfx950 code object.")]
 
 
+class BadInput(UserError):
+    """An argument that is not accepted: exit status 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code=2)
+
+
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="The gfx950 assembly kernels: list, build, check, run, cycle model.", no_args_is_help=True)
     for command in (build, check, cycles, run):
@@ -42,7 +49,7 @@ def _kernel(name: str) -> Any:
     try:
         return kernel(name)
     except UnknownKernel as error:
-        raise UserError(str(error)) from error
+        raise BadInput(str(error)) from error
 
 
 def _code(name_or_file: str) -> bytes:
@@ -59,7 +66,7 @@ def _code(name_or_file: str) -> bytes:
     try:
         return Path(name_or_file).read_bytes()
     except OSError as error:
-        raise UserError(
+        raise BadInput(
             f"{name_or_file!r} is neither a readable file ({error.strerror}) nor one of {', '.join(names())}"
         ) from error
 
@@ -110,7 +117,7 @@ def build(
                 path.write_bytes(data)
                 files.append(str(path))
         except OSError as error:
-            raise UserError(f"--out {str(out)!r}: {error.strerror}") from error
+            raise BadInput(f"--out {str(out)!r}: {error.strerror}") from error
     if json:
         print_json({"files": files})
     else:
@@ -160,12 +167,17 @@ def cycles(
     code = _loaded(target)
     from zyfa_kernels.emulator.cycles import model
 
+    if picture and (picture.suffix not in (".png", ".svg") or not picture.parent.is_dir() or picture.is_dir()):
+        raise BadInput(f"--picture {str(picture)!r} is not accepted; a .png or .svg in a folder that exists")
     try:
         report = model(code)
-        if picture:
+    except ValueError as error:
+        raise BadInput(f"{target}: {error}") from error
+    if picture:
+        try:
             report.picture(picture)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{target}: {error}") from error
+        except OSError as error:
+            raise UserError(f"--picture {str(picture)!r}: {error.strerror}") from error
     if json:
         print_json(report.as_dict())
         return
@@ -175,12 +187,13 @@ def cycles(
 
 
 def _loaded(target: str) -> Any:
-    from zyfa_kernels.emulator import CodeObject, CodeObjectError
+    from zyfa_kernels.emulator import CodeObject, CodeObjectError, UnknownInstruction
 
+    data = _code(target)
     try:
-        return CodeObject.load(_code(target))
-    except CodeObjectError as error:
-        raise UserError(f"{target}: {error}") from error
+        return CodeObject.load(data)
+    except (CodeObjectError, UnknownInstruction) as error:
+        raise BadInput(f"{target}: {str(error).removeprefix('the given bytes: ')}") from error
 
 
 def run(
@@ -212,38 +225,38 @@ def run(
     properties = _kernel(name).properties
     if causal is not None and causal != properties["causal"]:
         wanted = "--causal" if properties["causal"] else "--full"
-        raise UserError(f"{name} has a fixed mask; it runs with {wanted}")
+        raise BadInput(f"{name} has a fixed mask; it runs with {wanted}")
     if on not in kernel_run.DEVICES:
-        raise UserError(f"--on {on!r} is not accepted; choose {' or '.join(kernel_run.DEVICES)}")
+        raise BadInput(f"--on {on!r} is not accepted; choose {' or '.join(kernel_run.DEVICES)}")
     mask, lean = properties["causal"], properties["lean"]
     lengths = None if seq is None else _numbers("--seq", seq)
     contexts = _numbers("--context", context)
     try:
         if input.endswith(".npz"):
             if (lengths and len(lengths) > 1) or len(contexts) > 1:
-                raise UserError(f"--seq {seq} --context {context}: a file is one sequence, so each is one number")
+                raise BadInput(f"--seq {seq} --context {context}: a file is one sequence, so each is one number")
             length = None if lengths is None else lengths[0]
             problems = kernel_run.load(Path(input), layer, length, contexts[0], mask, lean, window)
             q, k = problems[0].q.data.shape[1], problems[0].k.data.shape[1]
             for option, asked, has in (("--q-heads", q_heads, q), ("--kv-heads", kv_heads, k)):
                 if asked not in (None, has):
-                    raise UserError(f"{option} {asked}: {input!r} holds {has}")
+                    raise BadInput(f"{option} {asked}: {input!r} holds {has}")
         elif input in kernel_run.INPUTS:
             if layer is not None:
-                raise UserError(f"--layer {layer} goes with an .npz file, not with --input {input}")
+                raise BadInput(f"--layer {layer} goes with an .npz file, not with --input {input}")
             lengths = lengths or [256]
             if len(contexts) not in (1, len(lengths)):
-                raise UserError(f"--context has {len(contexts)} numbers and --seq {len(lengths)}; give one, or as many")
+                raise BadInput(f"--context has {len(contexts)} numbers and --seq {len(lengths)}; give one, or as many")
             pairs = list(zip(lengths, contexts * (len(lengths) // len(contexts)), strict=True))
             heads = [1 if n is None else n for n in (q_heads, kv_heads)]
             problems = kernel_run.generate(input, pairs, heads[0], heads[1], mask, lean, seed, window)
         else:
-            raise UserError(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
+            raise BadInput(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
         result = kernel_run.compare(name, problems, on, page)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(" ".join(str(error).split())) from error
-    except MemoryError as error:
-        raise UserError(f"--seq {seq} --context {context} need more memory than this machine has") from error
+    except (ValueError, RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f"--seq {seq} --context {context}: more memory than this machine has") from error
+        raise (BadInput if isinstance(error, ValueError) else UserError)(" ".join(str(error).split())) from error
     if json:
         print_json(result)
     else:
@@ -256,7 +269,7 @@ def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise UserError(f"{option} {text!r} is not accepted; give a whole number, or several as in 70,1,257") from error
+        raise BadInput(f"{option} {text!r} is not accepted; give a whole number, or several as in 70,1,257") from error
 
 
 def _table(rows: list[dict[str, Any]]) -> None:

@@ -142,7 +142,7 @@ class Program:
                 )
             else:
                 text = f"    {item.text()}"
-                out.append(f"{text:<88}// {item.note}" if item.note else text)
+                out.append(f"{text:<86}  // {item.note}" if item.note else text)
         return "\n".join(out) + "\n"
 
 

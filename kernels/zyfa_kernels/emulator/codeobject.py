@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgpack
-from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 
 from .decode import Instruction, decode
-from .errors import CodeObjectError
+from .errors import CodeObjectError, UnknownInstruction
 
 EM_AMDGPU = 224
 MACHINES = {0x4F: "gfx950", 0x4C: "gfx942", 0x40: "gfx940", 0x3F: "gfx90a"}  # EF_AMDGPU_MACH, LLVM AMDGPUUsage
 NT_AMDGPU_METADATA = 32
+LARGEST_IMAGE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,19 @@ class CodeObject:
         path = None if isinstance(source, bytes | bytearray) else str(source)
         data = bytes(source) if path is None else Path(path).read_bytes()
         name = path or "the given bytes"
+        if data[:4] != b"\x7fELF":
+            raise CodeObjectError(f"{name}: not an ELF file (it starts with {data[:4]!r})")
         try:
-            elf = ELFFile(io.BytesIO(data))
-        except ELFError as error:
-            raise CodeObjectError(f"{name}: not an ELF file ({error})") from error
+            return cls._parse(data, name, path)
+        except (CodeObjectError, UnknownInstruction):
+            raise
+        except Exception as error:  # the ELF and metadata parsers raise whatever a damaged field leads to
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise CodeObjectError(f"{name}: a damaged or incomplete code object ({text})") from error
+
+    @classmethod
+    def _parse(cls, data: bytes, name: str, path: str | None) -> CodeObject:
+        elf = ELFFile(io.BytesIO(data))
         machine = struct.unpack_from("<H", data, 18)[0]
         if machine != EM_AMDGPU:
             raise CodeObjectError(f"{name}: ELF machine {machine}, want {EM_AMDGPU} (AMDGPU)")
@@ -184,7 +193,10 @@ class CodeObject:
 
 def _load_segments(elf: ELFFile) -> bytes:
     segments = [s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD"]
-    image = bytearray(max((s["p_vaddr"] + s["p_memsz"] for s in segments), default=0))
+    size = max((s["p_vaddr"] + s["p_memsz"] for s in segments), default=0)
+    if size > LARGEST_IMAGE:
+        raise CodeObjectError(f"segments reach up to {size:#x}, want at most {LARGEST_IMAGE:#x}")
+    image = bytearray(size)
     for segment in segments:
         image[segment["p_vaddr"] : segment["p_vaddr"] + segment["p_filesz"]] = segment.data()
     return bytes(image)
