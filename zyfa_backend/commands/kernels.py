@@ -139,6 +139,7 @@ def check(target: NameOrFile, json: Json = False) -> None:
     report = run_checks(code)
     if target in names():
         report.violations += [of_error(error, target) for error in delayed_run(target)]
+        report.notes.append(f"{target}: also run with arguments and late loads, over 1 to 8 tiles of keys")
     if json:
         print_json(report.as_dict())
     else:
@@ -184,6 +185,10 @@ def cycles(
     for key in ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak"):
         value = getattr(report, key)
         print(f"{key:<28} {f'{value:.3f}' if isinstance(value, float) else value} (modelled)")
+    for barrier in report.barriers:
+        where = " and ".join(barrier["addresses"])
+        print(f"barrier {where}: {barrier['last']} arrives last, waited for {barrier['other_waits_cycles']:.0f} cycles")
+    print("stalls, cycles a block:", ", ".join(f"{reason} {value:.0f}" for reason, value in report.stalls.items()))
 
 
 def _loaded(target: str) -> Any:

@@ -13,11 +13,11 @@ of its waves, and the share in which the matrix pipe runs). AITER's v3 fp8 causa
 | first schedule: K read ahead in the vector phase, masks and rescaling in line | 2449 (0.889) | 3044 (0.715) |
 | read ahead in the matrix phase, rare blocks out of line; staging jobs in fixed places | 2328 (0.935) | 2952 (0.737) |
 | the same, staging jobs dealt out evenly | 2304 (0.944) | 2952 (0.737) |
-| without s_setprio around the matrix phase | 2960 (0.732) | 3668 (0.591) |
+| without s_setprio around the matrix phase | 2956 (0.733) | 3658 (0.592) |
 | operands read 2 instead of 3 matrix instructions ahead | 2442 (0.891) | 2944 (0.739) |
 | row sum by 32x32x64: 128 instead of 64 cycles a tile | 2330 (0.989, of which 0.06 for nothing) | 2952 (0.780) |
 | lean codes by v_cvt_pknorm_u16 and v_perm: 1.75 instructions a score instead of 2 | 2304 (0.944) | |
-| every tile rescales, v_mul | 2758 (0.789) | |
+| every tile rescales, v_mul | 2758 (0.789) | 3528 (0.617) |
 | every tile rescales, v_pk_mul (as generated) | 2554 (0.852) | 3272 (0.665) |
 | as generated, LDS reads of 256 B a cycle instead of 128 | 2192 (0.993) | 2952 (0.737) |
 | as generated, a matrix instruction blocks the vector port for 4 cycles instead of 16 | 2304 (0.944) | 2514 (0.866) |
