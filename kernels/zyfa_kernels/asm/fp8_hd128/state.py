@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..program import Program
 from ..registers import Reg
@@ -107,9 +107,10 @@ class State:
         self.head_k_scale = place("head_k_scale", self.masks[5][0], "set-up: K scale of the head")
         self.pages0 = place("pages0", self.masks[6], "set-up: pages of tile 0")
         self.pages1 = place("pages1", self.masks[7], "set-up: pages of tile 1")
-        self.stage_tmp = (self.masks[0][0], self.masks[0][1], self.masks[5][1])
-        for n, reg in enumerate(self.stage_tmp):
+        self.stage_tmp = tuple(
             place(f"stage_tmp{n}", reg, "staging: token and products")
+            for n, reg in enumerate((self.masks[0][0], self.masks[0][1], self.masks[5][1]))
+        )
         self.head_v_scale = s("head_v_scale", 1, "V scale of the head")
         self.ptr = s("ptr", 16, "arguments q, k, v, out, lse, q_scale, k_scale, v_scale", align=4)
         self.cu = s("cu", 4, "arguments cu_seqlens_q, cu_seqlens_k", align=4)
@@ -131,7 +132,7 @@ class State:
             index = (offset - start) // 4
             if 0 <= index < reg.count:
                 wide = dict((n, k) for n, k, _ in ARGUMENTS.fields)[name] == "pointer"
-                return reg[index : index + 1] if wide else reg[index]
+                return replace(reg[index : index + 1] if wide else reg[index], name=name)
         raise KeyError(name)
 
 

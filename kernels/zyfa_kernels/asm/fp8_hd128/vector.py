@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from ..instruction import Instruction, op
 from ..registers import VCC, Reg
-from .schedule import VECTOR
+from .schedule import STREAMS, VECTOR
 from .staging import NO_TOKEN
 from .state import KEY_BLOCKS, State
 
@@ -212,7 +212,7 @@ def vector_phase(state: State, first: bool = False) -> None:
         "codes 1": _codes(state, 1),
     }
     for names in VECTOR:
-        program.note(" and ".join(names))
+        program.note("; ".join(STREAMS[name] for name in names))
         program.emit(deal(*(streams[name] for name in names)))
     if not first:
         _rescale(state)
