@@ -4,10 +4,11 @@
     python examples/gfx950_grid.py [--out FILE] [--kernels A,B] [--inputs A,B] [--seqs 1,63] [--heads 4/1,9/3]
                                    [--contexts 0,77] [--every-pair] [--fresh] [--json]
 
-Every kernel, input, length, number of heads and context; and, for each kernel, input and number of heads, one ragged
-batch of all lengths, packed and in shuffled pages. To keep it short, lengths of 1,000 and more meet each number of
-heads and each context once, not every pair, and only the batch of one head holds them; --every-pair is the whole
-product. Each case is what `zyfa kernels run` does, and passes if
+Every kernel, length, number of heads and context; and, for each kernel, input and number of heads, one ragged batch of
+the lengths, packed and in shuffled pages. To keep it short, a length meets each pair of heads and context with one of
+the inputs, in turn; lengths of 1,000 and more meet each number of heads and each context once, and only the batch of
+one head holds them. --every-pair is the whole product.
+Each case is what `zyfa kernels run` does, and passes if
   - the kernel's relative RMS error against fp64 is within 2% of the reference's own,
   - every element is within one bf16 step of the reference (V = 1: equal, and exactly 1),
   - the log-sum-exp is within 1e-3 of the reference.
@@ -59,13 +60,14 @@ COLUMNS = (*Case.__dataclass_fields__, *FIGURES, "passed")
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The part of the grid that the options choose."""
     for kernel in options.kernels:
-        for kind in options.inputs:
+        for turn, kind in enumerate(options.inputs):
             for number, (q_heads, kv_heads) in enumerate(options.heads):
                 heads = f"{q_heads}/{kv_heads}"
                 shift = options.contexts[number % len(options.contexts) :] + options.contexts
-                for seq in options.seqs:
-                    for context in options.contexts:
-                        if seq < LONG or options.every_pair or context == shift[0]:
+                for place, seq in enumerate(options.seqs):
+                    for offset, context in enumerate(options.contexts):
+                        of_input = (place + number + offset) % len(options.inputs) == turn
+                        if options.every_pair or of_input and (seq < LONG or context == shift[0]):
                             yield Case(kernel, kind, str(seq), str(context), heads, None)
                 seqs = [seq for seq in options.seqs if seq < LONG or options.every_pair or q_heads == 1]
                 if len(seqs) > 1:
@@ -186,7 +188,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seqs", type=several(at_least(1)), default=list(SEQS))
     parser.add_argument("--heads", type=several(heads), default=list(HEADS))
     parser.add_argument("--contexts", type=several(at_least(0)), default=list(CONTEXTS))
-    parser.add_argument("--every-pair", action="store_true", help="long sequences with all heads and contexts")
+    parser.add_argument("--every-pair", action="store_true", help="the whole product")
     parser.add_argument("--fresh", action="store_true", help="measure everything anew")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     return parser.parse_args(argv)

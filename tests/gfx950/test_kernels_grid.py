@@ -12,7 +12,7 @@ import pytest
 from zyfa_backend import kernel_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ["--seqs", "1,65,130", "--heads", "3/1", "--contexts", "0,77"]
+SMALL = ["--seqs", "1,65,130", "--heads", "3/1", "--contexts", "0,77", "--every-pair"]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,15 @@ def test_the_recorded_result_is_of_these_kernels_and_complete(grid):
     assert document["kernels"] == grid.fingerprints(options.kernels)["kernels"]
     done = grid.read(EXAMPLES / "results" / "gfx950_grid.json", document)
     assert set(grid.cases(options)) <= set(done)
+    shapes = {(c.kernel, c.seq, c.heads, c.context) for c in done}
+    for kernel in options.kernels:
+        for seq in (1, 63, 64, 65, 255, 256, 257):
+            pairs = {(heads, context) for k, s, heads, context in shapes if (k, s) == (kernel, str(seq))}
+            assert pairs == {(h, c) for h in ("1/1", "4/1", "3/1", "9/3") for c in ("0", "1", "77", "512")}
+        for seq in (1000, 2048):
+            pairs = [(heads, context) for k, s, heads, context in shapes if (k, s) == (kernel, str(seq))]
+            assert {h for h, _ in pairs} == {"1/1", "4/1", "3/1", "9/3"}
+            assert {c for _, c in pairs} == {"0", "1", "77", "512"}
     assert all(figures["passed"] for figures in done.values())
     for case, figures in done.items():
         if case.input == "ones":
