@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgpack
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
+from elftools.elf.segments import NoteSegment
 
 from .decode import Instruction, decode
 from .errors import CodeObjectError, UnknownInstruction
@@ -132,8 +134,8 @@ class CodeObject:
             CodeObjectError: not an ELF, not AMDGPU, another target than gfx950, or no kernel in it.
             UnknownInstruction: a kernel holds a word that is no gfx950 instruction.
         """
-        path = None if isinstance(source, bytes | bytearray) else str(source)
-        data = bytes(source) if path is None else Path(path).read_bytes()
+        path = None if isinstance(source, bytes) else str(source)
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
         name = path or "the given bytes"
         if data[:4] != b"\x7fELF":
             raise CodeObjectError(f"{name}: not an ELF file (it starts with {data[:4]!r})")
@@ -159,7 +161,7 @@ class CodeObject:
             raise CodeObjectError(f"{name}: no loadable segment; link the object first")
         metadata = {k[".symbol"]: k for k in _metadata(elf).get("amdhsa.kernels", [])}
         table = elf.get_section_by_name(".symtab") or elf.get_section_by_name(".dynsym")
-        symbols = {s.name: s for s in table.iter_symbols() if s.name} if table else {}
+        symbols = {s.name: s for s in table.iter_symbols() if s.name} if isinstance(table, SymbolTableSection) else {}
         text = [s for s in elf.iter_sections() if s["sh_flags"] & 4 and s["sh_type"] == "SHT_PROGBITS"]
         kernels: dict[str, Kernel] = {}
         for symbol in symbols.values():
@@ -204,7 +206,7 @@ def _load_segments(elf: ELFFile) -> bytes:
 
 def _metadata(elf: ELFFile) -> dict:
     for segment in elf.iter_segments():
-        if segment["p_type"] != "PT_NOTE":
+        if not isinstance(segment, NoteSegment):
             continue
         for note in segment.iter_notes():
             if note["n_name"] == "AMDGPU" and note["n_type"] in (NT_AMDGPU_METADATA, "NT_AMDGPU_METADATA"):
