@@ -57,18 +57,22 @@ def select(shape: Shape, device: str = "cpu") -> str:
     kind = device.split(":")[0]
     if kind != "cpu":
         raise Unsupported(f"device {device!r} has no kernel yet; ZYFA runs on cpu")
-    return f"torch/{kernel_name(shape)}"
+    return f"{'numba' if shape.phase == 'decode' else 'torch'}/{kernel_name(shape)}"
 
 
 def explain(shape: Shape, device: str = "cpu") -> str:
     """One line: which kernel serves `shape` on `device` and why, or why none does."""
     try:
-        return f"{select(shape, device)}: {_REASONS['torch']}"
+        name = select(shape, device)
+        return f"{name}: {_REASONS[name.split('/')[0]]}"
     except Unsupported as error:
         return f"none: {error}"
 
 
-_REASONS = {"torch": "the torch reference; it runs wherever torch does and is the only implementation on a CPU"}
+_REASONS = {
+    "torch": "the torch reference; it runs wherever torch does and is the only prefill on a CPU",
+    "numba": "loops that numba compiles, over the engine's cache on a CPU",
+}
 
 
 def kernels(device: str | None = None) -> list[KernelInfo]:

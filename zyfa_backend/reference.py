@@ -7,10 +7,11 @@ are aligned to absolute positions of the sequence, and every product has a shape
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+from zyfa_backend import reference_tiles
 from zyfa_backend.config import BLOCK, LEAN, AttentionConfig
 from zyfa_backend.products import products, stepwise_products
 from zyfa_backend.quantization import Quantized, calibrate_scale, quantize_kv, quantize_q, unpack, unpack_into
@@ -25,7 +26,6 @@ from zyfa_backend.reference_decode import decode, gather
 from zyfa_backend.reference_fused import SMALLEST_SCALE, fused_probabilities
 from zyfa_backend.reference_tiles import (
     LOG2E,
-    block_probabilities,
     combine,
     mask_scores,
     per_q_head,
@@ -37,6 +37,9 @@ from zyfa_backend.workspace import buffer
 
 __all__ = ["AttentionError", "attend", "attention", "decode", "gather", "merge_states"]
 
+Weights = Callable[
+    [torch.Tensor, torch.Tensor, AttentionConfig, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
 PANEL = 512  # keys per product; a multiple of every tile
 _TILE_ROWS = 1024  # rows of all heads in a query tile, about
 _ALIGN = 2 * BLOCK
@@ -100,12 +103,14 @@ def attend(
     context: int | None = None,
     config: AttentionConfig,
     out_dtype: torch.dtype,
+    weights: Weights = reference_tiles.weights,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one sequence over quantised operands, Q and K rotated alike.
 
     q.data: [Tq, Hq, D] with scale [Tq, Hq]; k.data: [Tk, Hkv, D], v.data: [Tk, Hkv, Dv] with scale [Hkv] or scalar.
     context: query i stands at position context + i; Tk - Tq unless given.
     window: a query at position p sees no key before p - window. causal: none after p.
+    weights: what makes weights of scores, `reference_tiles.weights` or a faster form of it.
     Returns out [Tq, Hq, Dv] in out_dtype and lse fp32 [Hq, Tq], natural log. A query without a live key gives 0 and
     -inf. A live key whose K is not finite makes the row NaN, one whose V is not finite the channels concerned; no other
     row is touched. Raises AttentionError.
@@ -145,14 +150,13 @@ def attend(
             live = mask_scores(x.view(hkv, group, tile, k1 - k0), first, k0, tk, causal, window)
             if fused:
                 p, factor, m_after, alpha = fused_probabilities(x, m, c_tile[..., 0], config, spare)
+                total = p.mul_(factor.unsqueeze(-1)).sum((-2, -1))
             else:
-                p, factor, m_after = block_probabilities(x, m, config, spare)
+                total, m_after = weights(x, m, config, spare)
                 alpha = rescale(m, m_after)
-            p.mul_(factor.unsqueeze(-1))
-            denominator.mul_(alpha).add_(x.sum(-1))
-            numerator.mul_(alpha.unsqueeze(-1))
+            denominator.mul_(alpha).add_(total)
             for head, weighted in enumerate(products(x, values[:, k0:k1].transpose(1, 2))):
-                numerator[head].add_(weighted)
+                torch.addcmul(weighted, numerator[head], alpha[head].unsqueeze(-1), out=numerator[head])
             if bad is not None:
                 poison(numerator.view(hkv, group, tile, dv), bad[:, k0:k1], live)
             m = m_after

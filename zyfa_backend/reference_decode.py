@@ -17,12 +17,12 @@ from zyfa_backend.quantization import quantize_q, unpack, unpack_into
 from zyfa_backend.reference_checks import AttentionError, check_cache, check_scalars, check_stored_scale
 from zyfa_backend.reference_tiles import (
     LOG2E,
-    block_probabilities,
     combine,
     mask_scores,
     per_q_head,
     poison,
     split_poison,
+    weights,
 )
 from zyfa_backend.workspace import buffer
 
@@ -138,8 +138,7 @@ def _attend_stored(
         torch.mul(torch.bmm(queries, keys.permute(1, 2, 0)), c * factor, out=x[..., span])
     x[..., n:].fill_(-torch.inf)
     live = mask_scores(x[..., :n].unflatten(1, (-1, q_len)), end - q_len, begin, end, True, window)
-    p, block_factor, m_after = block_probabilities(x, m, config, spare.view(-1))
-    p.mul_(block_factor.unsqueeze(-1))
+    denominator, m_after = weights(x, m, config, spare.view(-1))
     numerator = torch.zeros(*queries.shape[:2], v_stored.cache.shape[3], device=queries.device)
     for span, values, factor, finite in v_stored.panels(config.v_format, "decode values"):
         by_head = values.transpose(0, 1)
@@ -147,7 +146,7 @@ def _attend_stored(
         numerator.add_(torch.bmm(x[..., span], by_head), alpha=factor)
         if bad is not None:
             poison(numerator.unflatten(1, (-1, q_len)), bad, None if live is None else live[:, span])
-    return numerator, x.sum(-1), m_after
+    return numerator, denominator, m_after
 
 
 def _stored_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, hkv: int) -> torch.Tensor:

@@ -55,6 +55,18 @@ def block_probabilities(
     return blocks, factor, running[..., -1]
 
 
+def weights(
+    x: torch.Tensor, m: torch.Tensor, config: AttentionConfig, scratch: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What multiplies V: P of one panel times its blocks' factors, in place of the scores; else as block_probabilities.
+
+    Returns (sums over the panel's keys [...], m' [...]), both relative to m' as x is.
+    """
+    p, factor, m_after = block_probabilities(x, m, config, scratch)
+    p.mul_(factor.unsqueeze(-1))
+    return x.sum(-1), m_after
+
+
 def combine(
     numerator: torch.Tensor, denominator: torch.Tensor, m: torch.Tensor, v_scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:

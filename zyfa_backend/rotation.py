@@ -13,6 +13,7 @@ import hashlib
 import math
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from zyfa_backend.config import ROTATIONS
@@ -83,6 +84,18 @@ def matrix(dim: int, kind: str, dtype: torch.dtype = torch.float32, device: str 
     return full.to(dtype=dtype, device=device)
 
 
+@lru_cache(maxsize=64)
+def tables(dim: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a loop needs to rotate: signs [D], sizes of the diagonal's blocks, the matrix [12, 12] of a block of 96.
+
+    Signs and matrix are fp32; no blocks for kind "none". Raises RotationError.
+    """
+    check(dim, kind)
+    signs = _signs(dim, torch.device("cpu")) if kind == "signed" else torch.ones(dim, dtype=torch.float32)
+    sizes = np.array(() if kind == "none" else _BLOCKS[dim], np.int64)
+    return signs.numpy(), sizes, _paley_12().float().numpy()
+
+
 def _sylvester(size: int) -> torch.Tensor:
     h = torch.ones(1, 1, dtype=torch.float64)
     while h.shape[0] < size:
@@ -106,7 +119,7 @@ def _paley_12() -> torch.Tensor:
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     """Signs [D] in fp32, from a hash so that every version and machine has the same."""
     bits = int.from_bytes(hashlib.sha256(f"zyfa-rotation-signs-{dim}".encode()).digest(), "big")
-    return torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(dim)], device=device)
+    return torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(dim)], dtype=torch.float32, device=device)
 
 
 def _hadamard_power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +151,7 @@ def _stages(dim: int, size: int, device: torch.device) -> list[tuple[torch.Tenso
     stages = []
     half = size // 2
     while half >= 1:
-        stages.append((channel ^ half, torch.where(channel & half == 0, 1.0, -1.0)))
+        stages.append((channel ^ half, torch.where(channel & half == 0, 1.0, -1.0).float()))
         half //= 2
     return stages
 

@@ -68,17 +68,17 @@ def test_model(name: str, checkpoint, tmp_path) -> None:
     check_close(plain, theirs, noise)
     expected = {f"torch/bf16-{shape}-causal"}
     if not mla:
-        expected |= {f"torch/bf16-{shape}-decode", f"torch/write-{shape}"}
+        expected |= {f"numba/bf16-{shape}-decode", f"torch/write-{shape}"}
     assert set(counts) == expected
-    check_counts(counts, f"torch/bf16-{shape}", layers, mla)
+    check_counts(counts, f"bf16-{shape}", layers, mla)
 
     quantised, counts, log = run(checkpoint, tmp_path, name, *FP8, env=ZYFA)
     check_close(quantised, theirs, fp8_bound)
     expected = {f"torch/fp8-{shape}-causal-lean"}
     if not mla:
-        expected |= {f"torch/fp8-{shape}-decode-lean", f"torch/rotate-quantize-{shape}"}
+        expected |= {f"numba/fp8-{shape}-decode-lean", f"numba/rotate-quantize-{shape}"}
     assert set(counts) == expected
-    check_counts(counts, f"torch/fp8-{shape}", layers, mla, "-lean")
+    check_counts(counts, f"fp8-{shape}", layers, mla, "-lean")
     assert max(differences(quantised, plain)) > 0, "FP8 must not silently be the model's dtype"
 
 
@@ -87,7 +87,7 @@ def check_counts(counts: dict, stem: str, layers: int, mla: bool, suffix: str = 
 
     For MLA the engine decides, and gives a prompt of one token to its decode.
     """
-    prefill = counts[f"{stem}-causal{suffix}"]
+    prefill = counts[f"torch/{stem}-causal{suffix}"]
     assert prefill["tokens"] == layers * (sum(LENGTHS) - (LENGTHS.count(1) if mla else 0))
     if not mla:
-        assert counts[f"{stem}-decode{suffix}"]["tokens"] == layers * len(LENGTHS) * (NEW_TOKENS - 1)
+        assert counts[f"numba/{stem}-decode{suffix}"]["tokens"] == layers * len(LENGTHS) * (NEW_TOKENS - 1)

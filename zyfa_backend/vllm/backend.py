@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import weakref
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,16 +18,19 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from zyfa_backend import dispatch, reference, settings
-from zyfa_backend.config import LEAN, UNQUANTIZED, AttentionConfig, ConfigError
-from zyfa_backend.decode import fused_cache
+from zyfa_backend.config import AttentionConfig
+from zyfa_backend.cpu import fused_cache
 from zyfa_backend.quantization import Quantized, quantize_kv, quantize_q
 from zyfa_backend.rotation import rotate
 from zyfa_backend.scales import ScaleStore
-
-logger = logging.getLogger("vllm.zyfa")
-
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-QUANTIZED_CACHES = ("fp8", "fp8_e4m3")
+from zyfa_backend.serving import (
+    DTYPES,
+    QUANTIZED_CACHES,
+    announce,
+    cache_config_for,
+    new_store,
+    report_saturation,
+)
 
 
 class ZyfaAttentionBackend(AttentionBackend):
@@ -138,29 +139,6 @@ class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
         )
 
 
-def cache_config_for(kv_cache_dtype: str, chosen: AttentionConfig | None, engine_dtype: str) -> AttentionConfig:
-    """Numerics of a layer with this cache dtype, given ZYFA_CONFIG. Raises ConfigError where they contradict.
-
-    engine_dtype: the cache dtype of the engine, from which vLLM's --kv-cache-dtype-skip-layers excepts single layers.
-    """
-    if kv_cache_dtype not in QUANTIZED_CACHES and engine_dtype in QUANTIZED_CACHES:
-        return UNQUANTIZED
-    if kv_cache_dtype in QUANTIZED_CACHES:
-        config = chosen or LEAN
-        if "none" in (config.qk_format, config.v_format):
-            raise ConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype} holds one byte a value, ZYFA_CONFIG asks for "
-                f"qk_format={config.qk_format}, v_format={config.v_format}; choose a quantised preset or drop the flag"
-            )
-        return config
-    if chosen is not None and chosen.quantized:
-        raise ConfigError(
-            f"ZYFA_CONFIG quantises K and V, --kv-cache-dtype {kv_cache_dtype} does not; "
-            f"add --kv-cache-dtype fp8 or set ZYFA_CONFIG=unquantized"
-        )
-    return chosen or UNQUANTIZED
-
-
 # The stores of living engines: two engines of one process must not share scales.
 _stores: list[tuple[weakref.ref, dict[AttentionConfig, ScaleStore]]] = []
 
@@ -173,28 +151,10 @@ def store_for(vllm_config, config: AttentionConfig) -> ScaleStore:
         mine = {}
         _stores.append((weakref.ref(vllm_config), mine))
     if config not in mine:
-        chosen = settings.load()
         parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        if ranks > 1 and config.quantized and (chosen.scales or chosen.save_scales):
-            raise ConfigError(
-                f"ZYFA_SCALES and ZYFA_SAVE_SCALES hold the heads of one process; this engine has {ranks} "
-                f"(tensor parallel {parallel.tensor_parallel_size}, pipeline {parallel.pipeline_parallel_size})"
-            )
-        mine[config] = ScaleStore(config, chosen.scales, chosen.save_scales, chosen.headroom)
+        ranks = {"tensor parallel": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
+        mine[config] = new_store(config, ranks)
     return mine[config]
-
-
-def announce(line: str) -> None:
-    """Log one line per layer type, and keep the counters' file where ZYFA_STATS says."""
-    _log_once(line)
-    if directory := settings.load().stats:
-        dispatch.counters.write_to(directory)
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    logger.info(line)
 
 
 class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
@@ -228,7 +188,8 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             phase: dispatch.select(dispatch.Shape(head_size, head_size, phase, self.config, dtype), device)
             for phase in ("causal", "decode")
         }
-        self._write_kernel = f"torch/{'rotate-quantize' if self.config.quantized else 'write'}-hd{head_size}"
+        fused_cache.compile_for(torch.uint8 if self.config.quantized else vllm_config.model_config.dtype, self.config)
+        self._write_kernel = f"{'numba/rotate-quantize' if self.config.quantized else 'torch/write'}-hd{head_size}"
         announce(
             f"ZYFA serves layers with {num_heads} query and {self.num_kv_heads} KV heads of {head_size}"
             f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
@@ -277,45 +238,47 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
     ) -> None:
         """Rotate K, quantise both and write them at `slot_mapping` [T]; slot -1 is skipped."""
         slots = slot_mapping.long()
-        tokens = slots.shape[0]
-        key, value = key[:tokens], value[:tokens]
-        if bool((slots < 0).any()):
-            live = slots >= 0
-            slots, key, value = slots[live], key[live], value[live]
-        if not slots.numel():
-            return
-        self._store.finite = self._store.finite and bool(torch.isfinite(key.sum() + value.sum()))
+        key, value = key[: slots.shape[0]], value[: slots.shape[0]]
         if self.config.quantized:
-            key, value = self._quantize(layer, key, value)
-        elif self.config.rotation != "none":
+            written = self._write_quantized(layer, key, value, kv_cache, slots)
+        else:
+            written = self._write(key, value, kv_cache, slots)
+        if written:
+            dispatch.counters.add(self._write_kernel, written)
+
+    def _write(self, key, value, kv_cache, slots) -> int:
+        """Write K and V in the cache's dtype; returns how many tokens."""
+        live = slots >= 0
+        slots, key, value = slots[live], key[live], value[live]
+        self._store.finite = self._store.finite and bool(torch.isfinite(key.sum() + value.sum()))
+        if self.config.rotation != "none":
             key = quantize_kv(key, 1.0, "none", self.config.rotation)
-        k_cache, v_cache = self._views(kv_cache)
-        size = k_cache.shape[1]
-        block, offset = slots // size, slots % size
+        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
         k_cache[block, offset] = key.to(k_cache.dtype)
         v_cache[block, offset] = value.to(v_cache.dtype)
-        dispatch.counters.add(self._write_kernel, slots.numel())
+        return slots.numel()
 
-    def _quantize(self, layer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _write_quantized(self, layer, key, value, kv_cache, slots) -> int:
+        """Rotate K, quantise and write both, calibrating scales that are still open; returns how many tokens."""
         store = self._store
         scales = store.layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
-        key = rotate(key, self.config.rotation)
         if not scales.frozen:
-            store.calibrate(layer.layer_name, key, value)
-        key, lost_k = quantize_kv(key, scales.k, self.config.qk_format, count_saturated=True)
-        value, lost_v = quantize_kv(value, scales.v, self.config.v_format, count_saturated=True)
-        if lost_k or lost_v:
-            report_saturation(layer.layer_name, lost_k + lost_v, key.numel() + value.numel())
-        return key, value
-
-    def _views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as [blocks, block size, Hkv, D] views; int8 K is the same bytes read as int8."""
-        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        return (k.view(torch.int8) if self.config.qk_format == "int8" else k), v
+            live = slots >= 0
+            if not bool(live.any()):
+                return 0
+            store.calibrate(layer.layer_name, rotate(key[live], self.config.rotation), value[live])
+        written, lost, odd = fused_cache.write(
+            key, value, kv_cache, slots, k_scale=scales.k, v_scale=scales.v, config=self.config
+        )
+        store.finite = store.finite and not odd
+        if lost:
+            report_saturation(layer.layer_name, lost, key.numel() + value.numel())
+        return written
 
     def _layer_scales(self, layer) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.config.quantized:
-            one = torch.ones(self.num_kv_heads)
+            one = torch.ones(self.num_kv_heads, dtype=torch.float32)
             return one, one
         scales = self._store.layer(layer.layer_name, self.num_kv_heads, checkpoint_scales(layer))
         return scales.k, scales.v
@@ -336,6 +299,7 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             context=context,
             config=self.config,
             out_dtype=output.dtype,
+            weights=fused_cache.weights,
         )
         output.copy_(out)
         dispatch.counters.add(self._kernels["causal"], query.shape[0])
@@ -377,13 +341,3 @@ def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
     """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
     k, v = float(layer._k_scale_float), float(layer._v_scale_float)  # type: ignore[arg-type]
     return None if k == v == 1.0 else (k, v)
-
-
-def report_saturation(name: str, lost: int, values: int) -> None:
-    """Count values that the cache's range cut off, and warn whenever their total passes a power of ten."""
-    total = dispatch.counters.event("saturated values", lost)
-    if len(str(total)) > len(str(total - lost)) or total == lost:
-        logger.warning(
-            "ZYFA: %d of %d K and V values of %s saturated, %d since the start; "
-            "calibrate on longer text or raise ZYFA_HEADROOM", lost, values, name, total,
-        )

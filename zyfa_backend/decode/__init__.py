@@ -1,1 +1,0 @@
-"""Decode: one new token per sequence over a cache that prefill wrote."""
