@@ -77,11 +77,17 @@ class ScaleStore:
         self._file = read(load, config) if load else None
         self._load_path = load
 
-    def layer(self, name: str, heads: int, checkpoint: tuple[float, float] | None = None) -> LayerScales:
+    def layer(
+        self,
+        name: str,
+        heads: int,
+        checkpoint: tuple[float, float] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> LayerScales:
         """Scales of layer `name`; `checkpoint` holds its per-tensor (k, v) FP8 scales where the checkpoint has some."""
         scales = self._layers.get(name)
         if scales is None:
-            scales = self._layers[name] = LayerScales(heads)
+            scales = self._layers[name] = LayerScales(heads, device)
             if self._file is not None:
                 scales.fix(*self._from_file(name, heads), f"file {self._load_path}")
             elif checkpoint is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import weakref
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,16 +18,19 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from zyfa_backend import dispatch, reference, settings
-from zyfa_backend.config import LEAN, UNQUANTIZED, AttentionConfig, ConfigError
+from zyfa_backend.config import AttentionConfig
 from zyfa_backend.decode import fused_cache
 from zyfa_backend.quantization import Quantized, quantize_kv, quantize_q
 from zyfa_backend.rotation import rotate
 from zyfa_backend.scales import ScaleStore
-
-logger = logging.getLogger("vllm.zyfa")
-
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-QUANTIZED_CACHES = ("fp8", "fp8_e4m3")
+from zyfa_backend.serving import (
+    DTYPES,
+    QUANTIZED_CACHES,
+    announce,
+    cache_config_for,
+    new_store,
+    report_saturation,
+)
 
 
 class ZyfaAttentionBackend(AttentionBackend):
@@ -138,29 +139,6 @@ class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
         )
 
 
-def cache_config_for(kv_cache_dtype: str, chosen: AttentionConfig | None, engine_dtype: str) -> AttentionConfig:
-    """Numerics of a layer with this cache dtype, given ZYFA_CONFIG. Raises ConfigError where they contradict.
-
-    engine_dtype: the cache dtype of the engine, from which vLLM's --kv-cache-dtype-skip-layers excepts single layers.
-    """
-    if kv_cache_dtype not in QUANTIZED_CACHES and engine_dtype in QUANTIZED_CACHES:
-        return UNQUANTIZED
-    if kv_cache_dtype in QUANTIZED_CACHES:
-        config = chosen or LEAN
-        if "none" in (config.qk_format, config.v_format):
-            raise ConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype} holds one byte a value, ZYFA_CONFIG asks for "
-                f"qk_format={config.qk_format}, v_format={config.v_format}; choose a quantised preset or drop the flag"
-            )
-        return config
-    if chosen is not None and chosen.quantized:
-        raise ConfigError(
-            f"ZYFA_CONFIG quantises K and V, --kv-cache-dtype {kv_cache_dtype} does not; "
-            f"add --kv-cache-dtype fp8 or set ZYFA_CONFIG=unquantized"
-        )
-    return chosen or UNQUANTIZED
-
-
 # The stores of living engines: two engines of one process must not share scales.
 _stores: list[tuple[weakref.ref, dict[AttentionConfig, ScaleStore]]] = []
 
@@ -173,28 +151,10 @@ def store_for(vllm_config, config: AttentionConfig) -> ScaleStore:
         mine = {}
         _stores.append((weakref.ref(vllm_config), mine))
     if config not in mine:
-        chosen = settings.load()
         parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        if ranks > 1 and config.quantized and (chosen.scales or chosen.save_scales):
-            raise ConfigError(
-                f"ZYFA_SCALES and ZYFA_SAVE_SCALES hold the heads of one process; this engine has {ranks} "
-                f"(tensor parallel {parallel.tensor_parallel_size}, pipeline {parallel.pipeline_parallel_size})"
-            )
-        mine[config] = ScaleStore(config, chosen.scales, chosen.save_scales, chosen.headroom)
+        ranks = {"tensor parallel": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
+        mine[config] = new_store(config, ranks)
     return mine[config]
-
-
-def announce(line: str) -> None:
-    """Log one line per layer type, and keep the counters' file where ZYFA_STATS says."""
-    _log_once(line)
-    if directory := settings.load().stats:
-        dispatch.counters.write_to(directory)
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    logger.info(line)
 
 
 class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
@@ -377,13 +337,3 @@ def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
     """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
     k, v = float(layer._k_scale_float), float(layer._v_scale_float)  # type: ignore[arg-type]
     return None if k == v == 1.0 else (k, v)
-
-
-def report_saturation(name: str, lost: int, values: int) -> None:
-    """Count values that the cache's range cut off, and warn whenever their total passes a power of ten."""
-    total = dispatch.counters.event("saturated values", lost)
-    if len(str(total)) > len(str(total - lost)) or total == lost:
-        logger.warning(
-            "ZYFA: %d of %d K and V values of %s saturated, %d since the start; "
-            "calibrate on longer text or raise ZYFA_HEADROOM", lost, values, name, total,
-        )

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 
 from zyfa_backend import dispatch, reference, settings
 from zyfa_backend.config import UNQUANTIZED, AttentionConfig, parse
-from zyfa_backend.vllm.backend import DTYPES, QUANTIZED_CACHES, announce
+from zyfa_backend.serving import DTYPES, QUANTIZED_CACHES, announce
 from zyfa_backend.vllm.selection import MLA_CONFIG
 
 

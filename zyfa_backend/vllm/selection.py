@@ -61,7 +61,7 @@ def check_and_update_config(original, vllm_config):
     model, cache = vllm_config.model_config, vllm_config.cache_config
     on_cpu = vllm_config.device_config.device_type == "cpu"
     if on_cpu and model is not None and model.use_mla and selected_for(vllm_config, "mla_attention"):
-        from zyfa_backend.vllm.backend import QUANTIZED_CACHES
+        from zyfa_backend.serving import QUANTIZED_CACHES
 
         if cache.cache_dtype not in ("auto", "float16", "bfloat16", *QUANTIZED_CACHES):
             accepted = ", ".join(("auto", *QUANTIZED_CACHES))
