@@ -117,11 +117,12 @@ class ZyfaAttnBackend(AttentionBackend):
             scales.fix(torch.tensor(1.0), torch.tensor(1.0), "default 1")
         mapping = getattr(self.token_to_kv_pool, "layers_mapping", None)
         decode = kernels["decode"] if self.decode_backend == NAME else f"{self.decode_backend}, the engine's"
+        source = scales.source if scales.frozen else "calibrated by the first prefill"
         announce(
             f"ZYFA serves layers with {layer.tp_q_head_num} query and {layer.tp_k_head_num} KV heads of "
             f"{layer.qk_head_dim}{'' if window is None else f', window {window + 1}'}: prefill {kernels['causal']}, "
-            f"decode {decode}, cache {ACCEPTED_CACHES[self.kv_cache_dtype]}, rotation {self.config.rotation}, scales "
-            f"{scales.source if scales.frozen else 'calibrated by the first prefill'} on {self.device}"
+            f"decode {decode}, cache {ACCEPTED_CACHES[self.kv_cache_dtype]}, rotation {self.config.rotation}"
+            f"{f', scales {source}' if self.config.quantized else ''} on {self.device}"
         )
         write = f"torch/{'rotate-quantize' if self.config.quantized else 'write'}-hd{layer.qk_head_dim}"
         in_window_pool = mapping is not None and bool(mapping[layer.layer_id][1])

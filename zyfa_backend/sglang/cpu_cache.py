@@ -33,7 +33,7 @@ def allow() -> None:
 def _wrapped(original: Any, module: ModuleType) -> Any:
     @functools.wraps(original)
     def configure(self, *args: Any, **kwargs: Any) -> Any:
-        with _plain_cache(self, module) if _is_ours(self, module) else contextlib.nullcontext():
+        with _plain_cache(module) if _is_ours(self, module) else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     return configure
@@ -49,16 +49,19 @@ def _is_ours(configurator: Any, module: ModuleType) -> bool:
 
 
 @contextlib.contextmanager
-def _plain_cache(configurator: Any, module: ModuleType) -> Iterator[None]:
+def _plain_cache(module: ModuleType) -> Iterator[None]:
     """While SGLang configures: its condition is met, and the cache is not quantised by the engine itself."""
-    met = {"cpu_has_amx_support": lambda: True, "attention_backends": lambda: (AMX, AMX)}
-    kept = {name: getattr(module, name) for name in met}
-    configurator._build_mha_quant_method = lambda **_: None
-    for name, value in met.items():
-        setattr(module, name, value)
+    configurator = module.KVCacheConfigurator
+    changes: list[tuple[Any, str, Any]] = [
+        (module, "cpu_has_amx_support", lambda: True),
+        (module, "attention_backends", lambda: (AMX, AMX)),
+        (configurator, "_build_mha_quant_method", lambda *_, **__: None),
+    ]
+    kept = [getattr(owner, name) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        del configurator._build_mha_quant_method
-        for name, value in kept.items():
-            setattr(module, name, value)
+        for (owner, name, _), value in zip(changes, kept, strict=True):
+            setattr(owner, name, value)
