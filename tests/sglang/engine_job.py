@@ -1,7 +1,7 @@
 """Runs one SGLang engine on a job of JSON and prints its answers: `python -m tests.sglang.engine_job JOB`.
 
-JOB: {"model", "engine": arguments of sglang.Engine, "steps": [[token ids, …], …], "new_tokens"}. A step's prompts are sent
-together, steps one after another. An engine starts processes that import this file, hence the script.
+JOB: {"model", "engine": arguments of sglang.Engine, "steps": [[token ids, …], …], "new_tokens"}. A step's prompts are
+sent together, steps one after another. An engine starts processes that import this file, hence the script.
 """
 
 from __future__ import annotations
