@@ -43,7 +43,7 @@ for name in {names!r}:
 
 
 def install_wheel(python: str, name: str, version: str, summary: str, files: Mapping[str, str] | None = None) -> None:
-    """Install a distribution of metadata and `files` (path in site-packages -> text), through pip, which can undo it."""
+    """Install a distribution of metadata and `files` (path in site-packages -> text), by pip, which can undo it."""
     with tempfile.TemporaryDirectory() as folder:
         stem = f"{name.replace('-', '_')}-{version}"
         wheel = pathlib.Path(folder, f"{stem}-py3-none-any.whl")

@@ -11,6 +11,6 @@ sglang=${SGLANG_VENV:-.venv-sglang}
 "${PYTHON:-python3}" examples/setup_cpu.py --venv "$venv" --extras cpu,test,gfx950
 "$venv/bin/ruff" check .
 "$venv/bin/mypy" zyfa_backend kernels/zyfa_kernels
-"$venv/bin/python" -m pytest --ignore tests/sglang "$@"
+"$venv/bin/python" -m pytest "$@"
 "${PYTHON:-python3}" examples/setup_sglang_cpu.py --venv "$sglang" --extras models,test
-ZYFA_VLLM_PYTHON="$venv/bin/python" "$sglang/bin/python" -m pytest tests/sglang "$@"
+VLLM_PYTHON="$venv/bin/python" "$sglang/bin/python" -m pytest tests/sglang "$@"
