@@ -76,7 +76,7 @@ def sglang_command(
     return [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
         *("--host", "127.0.0.1", "--port", str(port), "--random-seed", str(seed)),
-        # As above; and its warm-up would calibrate ZYFA's scales on six tokens.
+        # As above; a warm-up of compare's own follows.
         *("--disable-radix-cache", "--skip-server-warmup"),
         *(["--device", "cpu", "--max-total-tokens", SGLANG_CPU_TOKENS] if sglang.on_cpu() else []),
         *variant.args,

@@ -14,10 +14,11 @@ from zyfa_backend.config import ConfigError
 from zyfa_backend.dispatch import Unsupported
 from zyfa_backend.quantization import Quantized, quantize_kv, quantize_q
 from zyfa_backend.rotation import rotate
-from zyfa_backend.scales import LayerScales
+from zyfa_backend.scales import FEW_TOKENS, LayerScales
 from zyfa_backend.serving import DTYPES, announce, cache_config_for, new_store, report_saturation
 from zyfa_backend.sglang import NAME, hybrid
 from zyfa_backend.sglang.batch import Batch, read_batch
+from zyfa_backend.sglang.calibration import Calibration, is_health_check
 from zyfa_backend.sglang.checks import ACCEPTED_CACHES, call_reasons, layer_reasons
 from zyfa_backend.sglang.selection import decode_name, prefill_name
 
@@ -59,6 +60,7 @@ class ZyfaAttnBackend(AttentionBackend):
         args = runner.server_args
         ranks = {"tensor parallel": getattr(args, "tp_size", 1), "pipeline": getattr(args, "pp_size", 1)}
         self.store = new_store(self.config, ranks)
+        self._calibration = Calibration(self.store)
         self._names: dict[int, str] = {}
         self._served: dict[int, Served] = {}
         self._attach(getattr(runner, "model", None))
@@ -117,7 +119,7 @@ class ZyfaAttnBackend(AttentionBackend):
             scales.fix(torch.tensor(1.0), torch.tensor(1.0), "default 1")
         mapping = getattr(self.token_to_kv_pool, "layers_mapping", None)
         decode = kernels["decode"] if self.decode_backend == NAME else f"{self.decode_backend}, the engine's"
-        source = scales.source if scales.frozen else "calibrated by the first prefill"
+        source = scales.source if scales.frozen else f"calibrated by the first {FEW_TOKENS} tokens"
         announce(
             f"ZYFA serves layers with {layer.tp_q_head_num} query and {layer.tp_k_head_num} KV heads of "
             f"{layer.qk_head_dim}{'' if window is None else f', window {window + 1}'}: prefill {kernels['causal']}, "
@@ -256,7 +258,8 @@ class ZyfaAttnBackend(AttentionBackend):
             return quantize_kv(k, 1.0, "none", self.config.rotation).to(self.kv_cache_dtype), v.to(self.kv_cache_dtype)
         turned, scales = rotate(k, self.config.rotation), served.scales
         if not scales.frozen and not _is_rehearsal(forward_batch):
-            self.store.calibrate(served.name, turned, v)
+            counts = not is_health_check(forward_batch)
+            self._calibration.observe(served.name, scales, turned, v, counts, lambda: self._buffers(layer))
         if not self.device.startswith("cpu"):
             # A count would wait for the GPU.
             k_codes = quantize_kv(turned, scales.k, self.config.qk_format)
@@ -274,6 +277,8 @@ class ZyfaAttnBackend(AttentionBackend):
         dtype = self.token_to_kv_pool.dtype
         # Of the pool's own dtype, so that SGLang stores them as they are and divides nothing.
         place = self._place(forward_batch, k.shape[0])
+        if not served.scales.frozen:
+            self._calibration.wrote(served.name, place.swa_loc if served.in_window_pool else place.loc)
         self.token_to_kv_pool.set_kv_buffer(layer, place, k.view(dtype), v.view(dtype))
         dispatch.counters.add(served.write_kernel, k.shape[0])
 
