@@ -14,16 +14,20 @@ from typing import Any
 import torch
 
 from zyfa_backend.quantization import Quantized, quantize_kv
-from zyfa_backend.scales import FEW_TOKENS, LayerScales, ScaleStore
+from zyfa_backend.scales import FEW_TOKENS, LARGEST, LayerScales, ScaleStore
 
 
 @dataclass
 class _Early:
-    """K (rotated) and V of the tokens that count so far, and the slots that hold codes of provisional scales."""
+    """K (rotated) and V of the tokens that count so far, and the slots that hold codes of provisional scales.
+
+    has_scales: whether provisional ones were found.
+    """
 
     k: list[torch.Tensor] = field(default_factory=list)
     v: list[torch.Tensor] = field(default_factory=list)
     slots: list[torch.Tensor] = field(default_factory=list)
+    has_scales: bool = False
 
     def with_new(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.cat([*self.k, k]), torch.cat([*self.v, v])
@@ -54,12 +58,15 @@ class Calibration:
         before = scales.k.clone(), scales.v.clone()
         if counts and seen_k.shape[0] >= FEW_TOKENS:
             self._store.calibrate(name, seen_k, seen_v)
-        else:
+        elif not early.has_scales or not self._fits(scales, k, v):
+            # Only then: each change of scales rounds the early tokens once more.
+            early.has_scales = True
             trial = LayerScales(scales.k.shape[0], scales.k.device)
             trial.calibrate(seen_k, seen_v, self._store.config, self._store.headroom)
             scales.k.copy_(trial.k)
             scales.v.copy_(trial.v)
-        self._rescale(early, before, scales, buffers)
+        if not (torch.equal(before[0], scales.k) and torch.equal(before[1], scales.v)):
+            self._rescale(early, before, scales, buffers)
         if scales.frozen:
             del self._early[name]
         elif counts:
@@ -69,6 +76,12 @@ class Calibration:
         """Note that codes of layer `name` went to `slots` of its pool while its scales were provisional."""
         if name in self._early:
             self._early[name].slots.append(slots)
+
+    def _fits(self, scales: LayerScales, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether the provisional scales hold these tokens, too."""
+        config = self._store.config
+        parts = ((k, scales.k, LARGEST[config.qk_format]), (v, scales.v, LARGEST[config.v_format]))
+        return all(bool((x.float().abs().amax((0, 2)) <= scale * largest).all()) for x, scale, largest in parts)
 
     def _rescale(self, early: _Early, before: tuple[torch.Tensor, torch.Tensor], scales: LayerScales, buffers) -> None:
         """Bring the codes in the pool from the scales `before` to the present ones."""
