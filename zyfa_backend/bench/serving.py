@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from zyfa_backend.compare.client import Client, ClientError
-from zyfa_backend.compare.runner import is_cpu_build, read_kernels
+from zyfa_backend.compare.engines import is_cpu_build
+from zyfa_backend.compare.runner import read_kernels
 from zyfa_backend.compare.server import (
     Server,
     ServerError,

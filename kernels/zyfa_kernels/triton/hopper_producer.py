@@ -19,7 +19,7 @@ def _pages(table_row, tile, length, BLOCK: gl.constexpr, BOX: gl.constexpr):
     if BLOCK:
         for part in gl.static_range(128 // BOX):
             key = tile * 128 + part * BOX
-            pages = pages + (gl.load(table_row + key // BLOCK, mask=key < length, other=0),)
+            pages = pages + (gl.load(table_row + key // BLOCK, mask=key < length, other=0),)  # type: ignore[assignment]
     return pages
 
 

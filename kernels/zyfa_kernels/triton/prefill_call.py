@@ -24,7 +24,7 @@ class Call:
     def __init__(
         self,
         target: Target,
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: tuple[Any, ...],
         numbers: tuple[Any, ...],
         workspace_bytes: int,
     ) -> None:
@@ -57,7 +57,7 @@ class Call:
         else:
             self.attend = self._attend
 
-    def run(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    def run(self, tensors: tuple[Any, ...]) -> None:
         """Launches, for tensors of the shapes, strides and dtypes that the call was prepared with."""
         if self.without_keys:
             tensors[6].zero_()

@@ -223,6 +223,7 @@ def _plan(
         raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
     if k is not None:
         assert v is not None and k_cache is not None and v_cache is not None and slots is not None
+        assert k_scale is not None and v_scale is not None
         kv_heads, v_dim = k.shape[1], v.shape[2]
         checks.cache("k_cache", k_cache, k, k_cache)
         checks.cache("v_cache", v_cache, v, k_cache)

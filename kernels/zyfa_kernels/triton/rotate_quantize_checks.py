@@ -62,7 +62,7 @@ def slots(slots: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def scale(name: str, scale: torch.Tensor, k: torch.Tensor) -> None:
-    shape = (1,) if scale.numel() == 1 and scale.dim() <= 1 else (k.shape[1],)
+    shape: tuple[int, ...] = (1,) if scale.numel() == 1 and scale.dim() <= 1 else (k.shape[1],)
     if scale.dim() == 0:
         shape = ()
     expect(name, scale, shape, (torch.float32,), k.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,8 @@ import tomllib
 import torch
 import triton
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "prefill.toml"
+# Beside the sources, or where an installation puts it.
+FOLDERS = (Path(__file__).resolve().parents[3] / "configs", Path(sys.prefix) / "share" / "zyfa" / "configs")
 DEFAULT_TILES = {"tile_m": 64, "num_warps": 4, "num_stages": 3}
 # section_bytes: of K and V that CTAs work on at a time, so that they stay in L2.
 DEFAULT_HOPPER = {
@@ -87,7 +89,8 @@ def has_gluon() -> bool:
 
 @cache
 def _tiles() -> dict[str, Any]:
-    if not CONFIGS.exists():  # installed without the repository: the defaults serve
-        return {}
-    with open(CONFIGS, "rb") as stream:
-        return tomllib.load(stream)
+    for folder in FOLDERS:
+        if (folder / "prefill.toml").exists():
+            with open(folder / "prefill.toml", "rb") as stream:
+                return tomllib.load(stream)
+    return {}  # the defaults serve

@@ -81,7 +81,7 @@ def transpose_kernel(
             far: tl.constexpr = 8
         else:
             first = n0 + quad * 4
-            far: tl.constexpr = 2
+            far: tl.constexpr = 2  # type: ignore[no-redef]
         v += head.to(tl.int64) * v_stride_h
         r0 = _load_words(
             v, first, word, length, block_table, seq, table_stride, first_key, v_stride_b, v_stride_t, BLOCK
