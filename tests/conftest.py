@@ -14,3 +14,7 @@ def smollm2_hd128(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from zyfa_backend.models.make import make
 
     return Path(make("smollm2-hd128", tmp_path_factory.mktemp("smollm2") / "smollm2-hd128")["path"])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="device of the unit tests in tests/sglang: cpu (default) or cuda")

@@ -34,7 +34,7 @@ def test_help_lists_the_commands(capsys):
         (["compare", "m", "--nonsense"], "--nonsense"),
         (["compare", "m", "--tokens=many"], "--tokens"),
         (["compare", "m", "--tokens=1"], "--tokens"),
-        (["compare", "m", "--engine=sglang"], "--engine sglang is not accepted; compare serves with vllm"),
+        (["compare", "m", "--engine=tgi"], "--engine tgi is not accepted; compare serves with vllm, sglang"),
         (["compare", "m", "--variants=leen"], "unknown variant leen"),
         (["compare", "/no/such/model"], "/no/such/model is not a directory"),
         (["compare", "m", "--text=/no/such/text"], "cannot read /no/such/text"),

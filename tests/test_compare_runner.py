@@ -17,7 +17,7 @@ import pytest
 
 from tests import fake_vllm
 from zyfa_backend import cli
-from zyfa_backend.compare import runner, server, state
+from zyfa_backend.compare import engines, server, state
 from zyfa_backend.compare.variants import KNOWN, UNQUANTISED, VariantError, second_baseline, select
 
 FAKE = Path(fake_vllm.__file__)
@@ -30,7 +30,7 @@ def fake(tmp_path, monkeypatch):
     script = tmp_path / "vllm"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} {FAKE} \"$@\"\n")
     script.chmod(0o755)
-    monkeypatch.setattr(runner, "vllm_executable", lambda: str(script))
+    monkeypatch.setattr(engines, "vllm_executable", lambda: str(script))
     monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
     for name in list(os.environ):
         if name.startswith(("ZYFA_", "VLLM_")):
@@ -271,8 +271,8 @@ def start_compare(fake_vllm_script: Path, tmp_path: Path) -> tuple[subprocess.Po
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text("{}")
     code = (
-        "import sys; from zyfa_backend import cli; from zyfa_backend.compare import runner; "
-        f"runner.vllm_executable = lambda: {str(fake_vllm_script)!r}; sys.exit(cli.run(sys.argv[1:]))"
+        "import sys; from zyfa_backend import cli; from zyfa_backend.compare import engines; "
+        f"engines.vllm_executable = lambda: {str(fake_vllm_script)!r}; sys.exit(cli.run(sys.argv[1:]))"
     )
     arguments = ["compare", str(tmp_path / "m"), "--out", str(tmp_path / "o"), "--context=200", "--tokens=600"]
     process = subprocess.Popen(

@@ -38,7 +38,10 @@ def test_names_follow_the_contract(shape: dispatch.Shape, name: str) -> None:
         (dispatch.Shape(80, 80), "cpu", ("80", "64, 96, 128, 192")),
         (dispatch.Shape(128, 64), "cpu", ("128/64", "192/128")),
         (dispatch.Shape(128, 128, "sideways"), "cpu", ("sideways", "causal, full, decode")),
-        (dispatch.Shape(128, 128), "cuda:0", ("cuda:0", "cpu")),
+        (dispatch.Shape(128, 128), "xpu:0", ("xpu:0", "cpu and cuda")),
+        (dispatch.Shape(96, 96), "cuda", ("96/96", "64/64, 128/128, 192/128")),
+        (dispatch.Shape(128, 128, "causal", UNQUANTIZED), "cuda:0", ("none", "cuda")),
+        (dispatch.Shape(128, 128, "decode", INT8), "cuda", ("int8", "fp8_e4m3")),
     ],
 )
 def test_refusals_name_value_and_what_is_accepted(shape, device: str, words: tuple[str, ...]) -> None:
@@ -53,7 +56,11 @@ def test_kernels_lists_every_name_once() -> None:
     names = [kernel.name for kernel in dispatch.kernels()]
     assert len(names) == len(set(names)) == 12
     assert all(kernel.available for kernel in dispatch.kernels("cpu"))
-    assert not any(kernel.available for kernel in dispatch.kernels("cuda"))
+    on_gpu = dispatch.kernels("cuda")
+    assert [kernel.name for kernel in on_gpu if not kernel.available] == [
+        f"triton/{form}-hd96-causal-{p}" for form, p in (("fp8", "lean"), ("fp8", "exact"), ("int8", "lean"))
+    ]
+    assert not any(kernel.available for kernel in dispatch.kernels("xpu"))
 
 
 def test_counters_survive_sigkill(tmp_path) -> None:

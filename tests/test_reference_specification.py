@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.attention_cases import KINDS, LENGTHS, inputs, operands
 from zyfa_backend import oracle, reference
 from zyfa_backend.config import EXACT, INT8, LEAN, PRESETS, UNQUANTIZED, AttentionConfig
+from zyfa_backend.products import stepwise_products
 from zyfa_backend.quantization import Quantized
 from zyfa_backend.reference_tiles import block_probabilities
 
@@ -225,3 +226,15 @@ def test_rotation_kinds_and_int8_reduce_the_error_of_outliers() -> None:
         error[name] = oracle.relative_rms(reference.attention(q, k, v, softmax_scale=0.05, config=config)[0], expected)
     assert error["fp8"] < 0.8 * error["fp8 none"] and error["signed"] < 0.8 * error["fp8 none"]
     assert error["int8"] < 0.6 * error["fp8"]
+
+
+def test_products_of_the_fused_arithmetic_round_after_each_64_dimensions():
+    """As two chained matrix instructions: fp32(fp32(sum of 64 exact products) + sum of the next 64)."""
+    torch.manual_seed(3)
+    a, b = (torch.randn(1, n, 128).mul(8).to(torch.float8_e4m3fn).float() for n in (5, 7))
+    got = stepwise_products(a, b)
+    for i in range(5):
+        for j in range(7):
+            terms = [x * y for x, y in zip(a[0, i].tolist(), b[0, j].tolist(), strict=True)]
+            first = torch.tensor(math.fsum(terms[:64]), dtype=torch.float32).item()
+            assert got[0, i, j].item() == torch.tensor(math.fsum([first, *terms[64:]]), dtype=torch.float32).item()

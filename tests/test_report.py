@@ -12,6 +12,7 @@ import pytest
 
 from zyfa_backend.commands import compare as command
 from zyfa_backend.compare import plots, results, table
+from zyfa_backend.compare.engines import VLLM
 from zyfa_backend.compare.metrics import TopK
 from zyfa_backend.compare.report import render
 from zyfa_backend.compare.runner import Outcome, ServerOptions, Settings
@@ -69,7 +70,7 @@ def compared():
     outcome = Outcome(plan, variants, measured, [], {"exact": "the server ended\n  | <log line>"})
     settings = Settings(prompts=PROMPTS, max_tokens=TOKENS, top_k=20)
     options = ServerOptions(("--dtype=float32",))
-    run = SimpleNamespace(model="/models/some-model", settings=settings, options=options, text="x")
+    run = SimpleNamespace(engine=VLLM, model="/models/some-model", settings=settings, options=options, text="x")
     return results.document(run, outcome, "zyfa compare /models/some-model --json", "my <text>.txt")
 
 
@@ -212,7 +213,7 @@ def test_a_comparison_without_prompts_and_with_the_baseline_alone():
     empty = Measurement(**{**measured.__dict__, "continuations": np.zeros((0, 0), np.int32), "ttft_s": np.zeros(0)})
     plan = Plan([list(range(LENGTH))] * WINDOWS, [], 5000)
     outcome = Outcome(plan, {"baseline": KNOWN["baseline"]}, {"baseline": empty})
-    run = SimpleNamespace(model="m", settings=Settings(prompts=0), options=ServerOptions(), text="x")
+    run = SimpleNamespace(engine=VLLM, model="m", settings=Settings(prompts=0), options=ServerOptions(), text="x")
     document, series = results.document(run, outcome, "zyfa compare m", "t")
     html = render(document, series)
     assert "No variant besides the baseline" in html and Page(html).open == []

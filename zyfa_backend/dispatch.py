@@ -10,6 +10,8 @@ from zyfa_backend.stats import Counters
 HEAD_DIMS = (64, 96, 128, 192)
 # (qk_dim, v_dim) of the shapes with a name of their own.
 MLA_DIMS = (192, 128)
+# (qk_dim, v_dim) that the kernels for GPUs have.
+GPU_DIMS = ((64, 64), (128, 128), MLA_DIMS)
 PHASES = ("causal", "full", "decode")
 
 
@@ -55,9 +57,30 @@ def select(shape: Shape, device: str = "cpu") -> str:
     if shape.qk_dim != shape.v_dim and (shape.qk_dim, shape.v_dim) != MLA_DIMS:
         raise Unsupported(f"head dimensions {shape.qk_dim}/{shape.v_dim} have no kernel; only 192/128 may differ")
     kind = device.split(":")[0]
+    if kind == "cuda":  # torch's name for AMD's GPUs, too
+        return _select_gpu(shape)
     if kind != "cpu":
-        raise Unsupported(f"device {device!r} has no kernel yet; ZYFA runs on cpu")
+        raise Unsupported(f"device {device!r} has no kernel; ZYFA runs on cpu and cuda")
     return f"{'numba' if shape.phase == 'decode' else 'torch'}/{kernel_name(shape)}"
+
+
+def _select_gpu(shape: Shape) -> str:
+    config = shape.config
+    if (shape.qk_dim, shape.v_dim) not in GPU_DIMS:
+        accepted = ", ".join(f"{qk}/{v}" for qk, v in GPU_DIMS)
+        raise Unsupported(f"head dimensions {shape.qk_dim}/{shape.v_dim} have no kernel on cuda; accepted: {accepted}")
+    if config.qk_format == "none" or config.v_format == "none" or config.probabilities == "none":
+        raise Unsupported(
+            f"qk_format={config.qk_format}, v_format={config.v_format}, probabilities={config.probabilities} has no "
+            "kernel on cuda; those there quantise all three"
+        )
+    if shape.phase == "decode":
+        if config.qk_format != "fp8_e4m3":
+            raise Unsupported(
+                f"qk_format={config.qk_format} has no decode kernel on cuda; the engine's reads fp8_e4m3 alone"
+            )
+        return "engine/" + kernel_name(shape).removesuffix(f"-{config.probabilities}")
+    return f"triton/{kernel_name(shape)}"
 
 
 def explain(shape: Shape, device: str = "cpu") -> str:
@@ -71,6 +94,8 @@ def explain(shape: Shape, device: str = "cpu") -> str:
 
 _REASONS = {
     "torch": "the torch reference; it runs wherever torch does and is the only prefill on a CPU",
+    "triton": "Triton's FP8 prefill; the gfx950 assembly has not run on a GPU yet",
+    "engine": "the engine's own decode over ZYFA's cache, with a rotated query",
     "numba": "loops that numba compiles, over the engine's cache on a CPU",
 }
 
@@ -83,9 +108,11 @@ def kernels(device: str | None = None) -> list[KernelInfo]:
         for config in (LEAN, AttentionConfig(probabilities="exact"), AttentionConfig(qk_format="int8")):
             shape = Shape(qk_dim, v_dim, "causal", config)
             try:
-                found.append(KernelInfo(select(shape, kind), True, _REASONS["torch"]))
+                name = select(shape, kind)
+                found.append(KernelInfo(name, True, _REASONS[name.split("/")[0]]))
             except Unsupported as error:
-                found.append(KernelInfo(f"torch/{kernel_name(shape)}", False, str(error)))
+                prefix = "triton" if kind == "cuda" else "torch"
+                found.append(KernelInfo(f"{prefix}/{kernel_name(shape)}", False, str(error)))
     return found
 
 

@@ -48,7 +48,10 @@ ENGINES = (
         (0, 5, 24),
         "0.5.18–0.5.23",
         ("sglang.srt.plugins",),
-        "import sglang; print('imported')",
+        # What a server does first; a plugin that fails there is logged and left out.
+        "import sglang; from sglang.srt.plugins import load_plugins; load_plugins(); "
+        "from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS as known; "
+        "from sglang.srt.platforms import current_platform as p; print(p.device_type, 'zyfa' in known)",
     ),
 )
 
@@ -104,10 +107,13 @@ def check_engine(engine: Engine, environ: Mapping[str, str] | None = None) -> Ch
         problems.append(f"{engine.name} finds no device to run on")
     missing = [group for group, present in entry_points.items() if not present]
     problems += [f"entry point zyfa of {group} is not registered: install zyfa here" for group in missing]
-    allowed = environ.get("VLLM_PLUGINS")
-    if engine.name == "vllm" and allowed is not None and "zyfa" not in allowed.split(","):
-        problems.append(f"VLLM_PLUGINS={allowed} keeps zyfa from being loaded; add zyfa to it or unset it")
-    device = output if engine.name == "vllm" and not error else None
+    variable = f"{engine.name.upper()}_PLUGINS"
+    allowed = environ.get(variable)
+    if allowed is not None and "zyfa" not in [name.strip() for name in allowed.split(",")]:
+        problems.append(f"{variable}={allowed} keeps zyfa from being loaded; add zyfa to it or unset it")
+    elif engine.name == "sglang" and not error and not missing and output.split()[-1:] == ["False"]:
+        problems.append("zyfa is not among its attention backends: the log of a server that starts says why")
+    device = output.split()[0] if output and not error and output != "no device found" else None
     return Check(engine.name, installed or "unknown", engine.supported, not error, device, entry_points, problems)
 
 
@@ -206,6 +212,9 @@ def switches(
             row("LD_PRELOAD", "unset: vLLM's CPU build runs faster with libtcmalloc and libiomp preloaded")
         if not cpu_features["avx512f"]:
             row("--kv-cache-dtype", "without AVX-512 vLLM's own attention has no fp8 cache; ZYFA's has one")
+    sglang = next((check for check in engines if check.name == "sglang" and check.installed), None)
+    if sglang and kind == "cpu" and environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        row("SGLANG_USE_CPU_ENGINE", "not 1: SGLang looks for a GPU; 1 lets it serve on this CPU")
     if vllm and kind == "rocm" and environ.get("VLLM_ROCM_USE_AITER") != "1":
         row("VLLM_ROCM_USE_AITER", "not 1: decode does without AITER's kernels; 1 is faster where they are installed")
     return rows

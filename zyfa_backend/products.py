@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+DEPTH = 64  # of gfx950's 32x32x64
+
 
 def products(a: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
     """a [H, R, K] times bᵀ, b [H, N, K], per head: H tensors [R, N] in fp32.
@@ -18,6 +20,18 @@ def products(a: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
     if linear is None:
         return torch.bmm(a, b.transpose(1, 2)).unbind()
     return [linear(a[h], b[h]) for h in range(a.shape[0])]
+
+
+def stepwise_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The same as a chain of matrix instructions of depth DEPTH forms it, [H, R, N]: exact sums, one rounding each.
+
+    FP8 and int8 products sum up exactly in fp64, in whatever order.
+    """
+    total = torch.zeros(a.shape[0], a.shape[1], b.shape[1], device=a.device)
+    for start in range(0, a.shape[2], DEPTH):
+        part = slice(start, start + DEPTH)
+        total = torch.baddbmm(total.double(), a[..., part].double(), b[..., part].double().transpose(1, 2)).float()
+    return total
 
 
 @lru_cache(maxsize=1)

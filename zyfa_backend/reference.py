@@ -13,7 +13,7 @@ import torch
 
 from zyfa_backend import reference_tiles
 from zyfa_backend.config import BLOCK, LEAN, AttentionConfig
-from zyfa_backend.products import products
+from zyfa_backend.products import products, stepwise_products
 from zyfa_backend.quantization import Quantized, calibrate_scale, quantize_kv, quantize_q, unpack, unpack_into
 from zyfa_backend.reference_checks import (
     AttentionError,
@@ -144,7 +144,8 @@ def attend(
         m = torch.full_like(denominator, -torch.inf)
         for k0, k1 in _panels(first, tile, padded, causal, window):
             x = scratch[: hq * tile * (k1 - k0)].view(hkv, group * tile, k1 - k0)
-            for head, scores in enumerate(products(q_tile, keys[:, k0:k1])):
+            multiply = stepwise_products if fused else products
+            for head, scores in enumerate(multiply(q_tile, keys[:, k0:k1])):
                 torch.mul(scores, 1.0 if fused else c_tile[head], out=x[head])
             live = mask_scores(x.view(hkv, group, tile, k1 - k0), first, k0, tk, causal, window)
             if fused:

@@ -4,7 +4,7 @@ The formulas are those of `reference_tiles.block_probabilities`, but a score tha
 get the neighbouring code when the fp32 operations before it round differently. With `arithmetic="fused"` the reference
 rounds where the kernels do, so that what still differs is not a matter of ties:
 
-    m in units of the product q·k, slope = 8c (lean) or c (exact),
+    s = q·k, rounded to fp32 after each 64 dimensions, m in the same units, slope = 8c (lean) or c (exact),
     -k  = max(ceil(c · (max_j s_j - m')), -100)
     lean:  code = clamp(round(fma(s, 8c, fma(-8c, m', 8B + 56 + delta) + 8k)), 0, 126)
     exact: y - B = fma(s, c, k - c · m'),  P = e4m3(256 · 2^(y-B))

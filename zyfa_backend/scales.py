@@ -88,26 +88,44 @@ class ScaleStore:
         scales = self._layers.get(name)
         if scales is None:
             scales = self._layers[name] = LayerScales(heads, device)
-            if self._file is not None:
-                scales.fix(*self._from_file(name, heads), f"file {self._load_path}")
-            elif checkpoint is not None:
-                # The checkpoint's is a maximum over 448; int8 codes end at 127.
-                k = checkpoint[0] * LARGEST["fp8_e4m3"] / LARGEST[self.config.qk_format]
-                scales.fix(torch.tensor(k), torch.tensor(checkpoint[1]), "checkpoint")
-            if scales.frozen:
+            if (known := self.known(name, heads, checkpoint)) is not None:
+                scales.fix(*known)
                 _log(name, scales)
         return scales
+
+    def known(
+        self, name: str, heads: int, checkpoint: tuple[float, float] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, str] | None:
+        """(k, v, source) of layer `name` where nothing is to be calibrated, each [Hkv] or one value."""
+        if self._file is not None:
+            return *self._from_file(name, heads), f"file {self._load_path}"
+        if checkpoint is None:
+            return None
+        # The checkpoint's is a maximum over 448; int8 codes end at 127.
+        k = checkpoint[0] * LARGEST["fp8_e4m3"] / LARGEST[self.config.qk_format]
+        return torch.tensor(k), torch.tensor(checkpoint[1]), "checkpoint"
+
+    def adopt(self, name: str, k: float, v: float, tokens: int, source: str) -> None:
+        """Keep the scales per tensor of a layer on a GPU, calibrated there from `tokens` tokens or known: log, save."""
+        scales = self._layers[name] = LayerScales(1)
+        scales.fix(torch.tensor(k), torch.tensor(v), source)
+        if source == "calibrated":
+            self._froze(name, scales, tokens)
+        else:
+            _log(name, scales)
 
     def calibrate(self, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
         """Calibrate layer `name` from its first tokens; log and save when it froze."""
         scales = self._layers[name]
-        if not scales.calibrate(k, v, self.config, self.headroom):
-            return
+        if scales.calibrate(k, v, self.config, self.headroom):
+            self._froze(name, scales, k.shape[0])
+
+    def _froze(self, name: str, scales: LayerScales, tokens: int) -> None:
         counters.event("layers calibrated")
         _log(name, scales)
-        if k.shape[0] < FEW_TOKENS and self.headroom is None:
+        if tokens < FEW_TOKENS and self.headroom is None:
             _warn_once(
-                f"ZYFA: K and V scales were calibrated on {k.shape[0]} tokens and leave room for more; for the best "
+                f"ZYFA: K and V scales were calibrated on {tokens} tokens and leave room for more; for the best "
                 f"precision let the first prompt have {FEW_TOKENS} tokens or more, or load scales with ZYFA_SCALES"
             )
         if self.save_path:
@@ -130,7 +148,7 @@ class ScaleStore:
             if key not in self._file:
                 raise ConfigError(f"ZYFA_SCALES={self._load_path} holds no {key}; it is for another model")
             value = self._file[key]
-            if tuple(value.shape) != (heads,):
+            if tuple(value.shape) not in ((heads,), (1,)):  # GPUs have one scale a tensor
                 shape = tuple(value.shape)
                 raise ConfigError(
                     f"ZYFA_SCALES={self._load_path}: {key} has shape {shape}, the model has {heads} KV heads"

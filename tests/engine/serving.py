@@ -82,16 +82,23 @@ def parse(document: dict[str, Any], ids: list[int]) -> Answer:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, folder: Path, *args: str, env: dict[str, str] | None = None, name: str = "server"
+    model: Path,
+    folder: Path,
+    *args: str,
+    env: dict[str, str] | None = None,
+    name: str = "server",
+    eager: bool = True,
 ) -> Iterator[Engine]:
     """A `vllm serve` of `model` with `args` and `env`; its log and counters lie under `folder`/`name`."""
     place = folder / name
     place.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [
-        vllm_executable(), "serve", str(model), "--port", str(port), "--host", "127.0.0.1", "--enforce-eager",
+        vllm_executable(), "serve", str(model), "--port", str(port), "--host", "127.0.0.1",
         "--served-model-name", "m", "--enable-prompt-tokens-details", *args,
     ]
+    if eager:
+        command.append("--enforce-eager")
     if "--max-model-len" not in args:
         command += ["--max-model-len", "2048"]
     overrides = {"ZYFA_STATS": str(place / "stats"), **SINGLE_PROCESS, **(env or {})}

@@ -33,7 +33,8 @@ def attend(p: Problem, window: int | None = None) -> tuple[np.ndarray, np.ndarra
     for head in range(hq):
         kv = head // (hq // hkv)
         c = (p.q.scale.numpy()[:, head] * F32(p.k.scale.numpy()[kv] * factor))[:, None]
-        scores = (q[:, head] @ k[:, kv].T).astype(F32)
+        low = (q[:, head, :64] @ k[:, kv, :64].T).astype(F32)  # a matrix instruction takes 64 dims and rounds
+        scores = (low + q[:, head, 64:] @ k[:, kv, 64:].T).astype(F32)
         if p.causal:
             scores[np.arange(tk)[None] > positions] = -np.inf
         if window is not None:

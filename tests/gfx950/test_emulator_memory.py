@@ -100,6 +100,20 @@ def test_buffer_bounds():
     assert (got[7:64] == 0xFFFFFFFF).all()
 
 
+def test_buffer_store_of_one_register():
+    """Lane l of the active ones stores at offset:8 + 4 (63 - l), and only inside of the 128 bytes."""
+    got = launch(
+        BUFFER.format(size=16384) + "v_lshlrev_b32_e32 v1, 2, v0\nbuffer_load_dword v12, v1, s[8:11], 0 offen\n"
+        "s_waitcnt vmcnt(0)\nv_sub_u32_e32 v2, 252, v1\ns_mov_b32 s8, s6\ns_and_b32 s9, s7, 0xffff\n"
+        "s_movk_i32 s10, 128\ns_mov_b32 exec_lo, 0xffff0000\nv_mov_b32_e32 v13, 7\n"
+        "buffer_store_dword v12, v2, s[8:11], 0 offen offset:8\ns_mov_b64 exec, 1\n"
+        "buffer_store_dword v12, v1, s[8:11], 0 offen",
+        DATA,
+    )
+    want = {0: DATA[0]} | {2 + 63 - lane: DATA[lane] for lane in range(16, 64) if 2 + 63 - lane < 32}
+    assert got[:64].tolist() == [want.get(n, 0xFFFFFFFF) for n in range(64)]
+
+
 def test_buffer_scalar_offset_counts_for_the_bound():
     got = launch(
         BUFFER.format(size=128) + "s_movk_i32 s12, 64\nv_lshlrev_b32_e32 v1, 2, v0\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from pathlib import Path
 
 import pytest
 from zyfa_kernels.asm.instruction import INLINE_FLOATS, Instruction
@@ -62,6 +63,16 @@ def test_the_kernels_use_only_what_the_table_has_and_the_table_holds_nothing_unu
     used = {i.spec.mnemonic for name in names() for i in kernel(name).program.instructions()}
     used.discard("s_waitcnt")
     assert used == set(ISA)
+
+
+def test_every_instruction_has_a_test_of_its_own():
+    """The emulator's tests name each one in assembly text, some with a part of the name as a parameter."""
+    texts = "".join(path.read_text() for path in Path(__file__).parent.glob("test_emulator_*.py")).replace("\\n", " ")
+    named = {re.sub(r"\\{\w+\\}", r"\\w*", re.escape(word)) for word in re.findall(r"\b[a-z]+_[\w{}]+", texts)}
+    pattern = re.compile("|".join(sorted(named)))
+    forms = {m: [m.split()[0] + ending for ending in ("", "_e32", "_e64")] for m in ISA}
+    assert [m for m, names_ in forms.items() if not any(map(pattern.fullmatch, names_))] == []
+    assert not pattern.fullmatch("v_bogus_f32")
 
 
 def test_inline_floats_have_the_bit_patterns_of_the_manual():

@@ -14,7 +14,7 @@ from zyfa_backend.commands.common import Json, UserError, log, print_json
 if TYPE_CHECKING:
     from zyfa_backend.compare.runner import Outcome, Run
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 
 
 def register(app: typer.Typer) -> None:
@@ -61,9 +61,11 @@ def compare(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a continuation.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the servers and of the bootstrap.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Directory for results. Default: ./zyfa-results/MODEL.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for results. Default: ./zyfa-results/MODEL, or MODEL-sglang.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything anew, nothing kept from before.")] = False,
-    engine: Annotated[str, typer.Option(help="Engine to serve with: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="Engine to serve with: vllm or sglang.")] = "vllm",
     server_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,6 +93,7 @@ def compare(
         raise UserError(f"--engine {engine} is not accepted; compare serves with {', '.join(ENGINES)}", code=2)
     from zyfa_backend.compare import state
     from zyfa_backend.compare.client import ClientError
+    from zyfa_backend.compare.engines import ENGINES as KNOWN_ENGINES
     from zyfa_backend.compare.runner import Run, RunError, ServerOptions, Settings
     from zyfa_backend.compare.server import ServerError
     from zyfa_backend.compare.text import DEFAULT_NAME, TextError, default_text, read_text
@@ -100,8 +103,11 @@ def compare(
     # An end by the service manager is cleaned up after like Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        chosen = select([name.strip() for name in variants.split(",") if name.strip()], define or [], url or [])
-        directory = out or Path("zyfa-results") / Path(model).resolve().name
+        serving = KNOWN_ENGINES[engine]
+        asked = [name.strip() for name in variants.split(",") if name.strip()]
+        chosen = select(asked, define or [], url or [], serving.variants())
+        suffix = "" if engine == "vllm" else f"-{engine}"
+        directory = out or Path("zyfa-results") / f"{Path(model).resolve().name}{suffix}"
         with _Display() as display:
             run = Run(
                 model=model,
@@ -116,6 +122,7 @@ def compare(
                 ),
                 store=state.Store(directory),
                 progress=display,
+                engine=serving,
             )
             outcome = run.execute(fresh)
     except (ClientError, RunError, ServerError, TextError, VariantError) as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,32 @@ Name = Annotated[str, typer.Argument(help="Name of a kernel, see `zyfa kernels l
 NameOrFile = Annotated[str, typer.Argument(help="Name of a kernel, or the path of a gfx950 code object.")]
 
 
+class BadInput(UserError):
+    """An argument that is not accepted: exit status 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code=2)
+
+
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="The gfx950 assembly kernels: list, build, check, run, cycle model.", no_args_is_help=True)
     for command in (build, check, cycles, run):
-        group.command()(command)
-    group.command(name="list")(list_kernels)
+        group.command()(_with_extra(command))
+    group.command(name="list")(_with_extra(list_kernels))
     app.add_typer(group, name="kernels")
+
+
+def _with_extra(command: Callable[..., None]) -> Callable[..., None]:
+    """The command; a package of the extra that is not installed is an error of one line."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except ModuleNotFoundError as error:
+            raise UserError(f"`zyfa kernels` needs {error.name}; it comes with zyfa's extra gfx950") from error
+
+    return wrapped
 
 
 def _kernel(name: str) -> Any:
@@ -28,7 +49,7 @@ def _kernel(name: str) -> Any:
     try:
         return kernel(name)
     except UnknownKernel as error:
-        raise UserError(str(error)) from error
+        raise BadInput(str(error)) from error
 
 
 def _code(name_or_file: str) -> bytes:
@@ -45,7 +66,7 @@ def _code(name_or_file: str) -> bytes:
     try:
         return Path(name_or_file).read_bytes()
     except OSError as error:
-        raise UserError(
+        raise BadInput(
             f"{name_or_file!r} is neither a readable file ({error.strerror}) nor one of {', '.join(names())}"
         ) from error
 
@@ -96,7 +117,7 @@ def build(
                 path.write_bytes(data)
                 files.append(str(path))
         except OSError as error:
-            raise UserError(f"--out {str(out)!r}: {error.strerror}") from error
+            raise BadInput(f"--out {str(out)!r}: {error.strerror}") from error
     if json:
         print_json({"files": files})
     else:
@@ -104,26 +125,35 @@ def build(
 
 
 def check(target: NameOrFile, json: Json = False) -> None:
-    """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation."""
+    """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation.
+
+    A kernel of ours is also run on the emulator with late loads, for what depends on its arguments.
+    """
     code = _loaded(target)
     from zyfa_kernels.emulator.checks import check as run_checks
+    from zyfa_kernels.emulator.checks.report import of_error
+    from zyfa_kernels.runtime.registry import names
+
+    from zyfa_backend.kernel_run import delayed_run
 
     report = run_checks(code)
-    violations = [v if isinstance(v, (str, dict)) else str(v) for v in report.violations]
-    document = {
-        "violations": violations,
-        "instructions": report.instructions,
-        "mfma": report.mfma,
-        "bank_conflicts": report.bank_conflicts,
-    }
+    if target in names():
+        report.violations += [of_error(error, target) for error in delayed_run(target)]
+        report.notes.append(f"{target}: also run with arguments and late loads, over 1 to 8 tiles of keys")
     if json:
-        print_json(document)
+        print_json(report.as_dict())
     else:
-        for violation in violations:
+        for violation in report.violations:
             print(violation)
-        print(f"{len(violations)} violations, {report.instructions} instructions, {report.mfma} matrix instructions")
-        print(f"bank conflicts: {report.bank_conflicts}")
-    if violations:
+        for advice in report.advice:
+            print(f"advice: {advice}")
+        for note in report.notes:
+            print(f"note: {note}")
+        print(
+            f"{len(report.violations)} violations, {report.instructions} instructions, {report.mfma} of them matrix, "
+            f"{report.bank_conflicts} bank conflicts in the main loop"
+        )
+    if report.violations:
         raise typer.Exit(1)
 
 
@@ -138,40 +168,59 @@ def cycles(
     code = _loaded(target)
     from zyfa_kernels.emulator.cycles import model
 
-    report = model(code)
-    keys = ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak")
-    document = {key: getattr(report, key) for key in keys}
+    if picture and (picture.suffix not in (".png", ".svg") or not picture.parent.is_dir() or picture.is_dir()):
+        raise BadInput(f"--picture {str(picture)!r} is not accepted; a .png or .svg in a folder that exists")
+    try:
+        report = model(code)
+    except ValueError as error:
+        raise BadInput(f"{target}: {error}") from error
     if picture:
-        report.picture(picture)
+        try:
+            report.picture(picture)
+        except OSError as error:
+            raise UserError(f"--picture {str(picture)!r}: {error.strerror}") from error
     if json:
-        print_json(document)
-    else:
-        for key, value in document.items():
-            print(f"{key:<28} {value:.3f} (modelled)" if isinstance(value, float) else f"{key:<28} {value} (modelled)")
+        print_json(report.as_dict())
+        return
+    for key in ("cycles_per_block", "matrix_busy", "vector_busy", "limiter", "predicted_fraction_of_peak"):
+        value = getattr(report, key)
+        print(f"{key:<28} {f'{value:.3f}' if isinstance(value, float) else value} (modelled)")
+    for barrier in report.barriers:
+        where = " and ".join(barrier["addresses"])
+        print(f"barrier {where}: {barrier['last']} arrives last, waited for {barrier['other_waits_cycles']:.0f} cycles")
+    print("stalls, cycles a block:", ", ".join(f"{reason} {value:.0f}" for reason, value in report.stalls.items()))
 
 
 def _loaded(target: str) -> Any:
-    from zyfa_kernels.emulator import CodeObject, CodeObjectError
+    from zyfa_kernels.emulator import CodeObject, CodeObjectError, UnknownInstruction
 
+    data = _code(target)
     try:
-        return CodeObject.load(_code(target))
-    except CodeObjectError as error:
-        raise UserError(f"{target}: {error}") from error
+        return CodeObject.load(data)
+    except (CodeObjectError, UnknownInstruction) as error:
+        raise BadInput(f"{target}: {str(error).removeprefix('the given bytes: ')}") from error
 
 
 def run(
     name: Name,
-    seq: Annotated[int | None, typer.Option("--seq", help="Query tokens (default 256, or all of the file).")] = None,
-    q_heads: Annotated[int, typer.Option("--q-heads")] = 1,
-    kv_heads: Annotated[int, typer.Option("--kv-heads")] = 1,
+    seq: Annotated[
+        str | None, typer.Option("--seq", help="Query tokens (default 256, or all of the file); 70,1,257 is a batch.")
+    ] = None,
+    q_heads: Annotated[int | None, typer.Option("--q-heads", help="Default 1, or the file's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Default 1, or the file's.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Must agree with the kernel's name.")] = None,
-    context: Annotated[int, typer.Option("--context", help="Keys before the first query.")] = 0,
+    context: Annotated[
+        str, typer.Option("--context", help="Keys before the first query: one number, or one for each of --seq.")
+    ] = "0",
     input: Annotated[
         str, typer.Option("--input", help="gaussian, peaked, ones, or an .npz file with q, k and v.")
     ] = "gaussian",
+    page: Annotated[
+        int | None, typer.Option("--page", help="K and V in shuffled pages of this many tokens; packed without it.")
+    ] = None,
     window: Annotated[int | None, typer.Option("--window", help="A query sees no key further back than this.")] = None,
     layer: Annotated[int | None, typer.Option("--layer", help="Layer of an .npz file that holds several.")] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
     on: Annotated[str, typer.Option("--on", help="emulator or gpu.")] = "emulator",
     json: Json = False,
 ) -> None:
@@ -181,27 +230,51 @@ def run(
     properties = _kernel(name).properties
     if causal is not None and causal != properties["causal"]:
         wanted = "--causal" if properties["causal"] else "--full"
-        raise UserError(f"{name} has a fixed mask; it runs with {wanted}")
-    if on not in ("emulator", "gpu"):
-        raise UserError(f"--on {on!r} is not accepted; choose emulator or gpu")
+        raise BadInput(f"{name} has a fixed mask; it runs with {wanted}")
+    if on not in kernel_run.DEVICES:
+        raise BadInput(f"--on {on!r} is not accepted; choose {' or '.join(kernel_run.DEVICES)}")
     mask, lean = properties["causal"], properties["lean"]
+    lengths = None if seq is None else _numbers("--seq", seq)
+    contexts = _numbers("--context", context)
     try:
-        if input in kernel_run.INPUTS:
-            problem = kernel_run.generate(
-                input, 256 if seq is None else seq, q_heads, kv_heads, context, mask, lean, seed
-            )
-        elif input.endswith(".npz"):
-            problem = kernel_run.load(Path(input), layer, seq, mask, lean)
+        if input.endswith(".npz"):
+            if (lengths and len(lengths) > 1) or len(contexts) > 1:
+                raise BadInput(f"--seq {seq} --context {context}: a file is one sequence, so each is one number")
+            length = None if lengths is None else lengths[0]
+            problems = kernel_run.load(Path(input), layer, length, contexts[0], mask, lean, window)
+            q, k = problems[0].q.data.shape[1], problems[0].k.data.shape[1]
+            for option, asked, has in (("--q-heads", q_heads, q), ("--kv-heads", kv_heads, k)):
+                if asked not in (None, has):
+                    raise BadInput(f"{option} {asked}: {input!r} holds {has}")
+        elif input in kernel_run.INPUTS:
+            if layer is not None:
+                raise BadInput(f"--layer {layer} goes with an .npz file, not with --input {input}")
+            lengths = lengths or [256]
+            if len(contexts) not in (1, len(lengths)):
+                raise BadInput(f"--context has {len(contexts)} numbers and --seq {len(lengths)}; give one, or as many")
+            pairs = list(zip(lengths, contexts * (len(lengths) // len(contexts)), strict=True))
+            heads = [1 if n is None else n for n in (q_heads, kv_heads)]
+            problems = kernel_run.generate(input, pairs, heads[0], heads[1], mask, lean, seed, window)
         else:
-            raise UserError(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
-        result = kernel_run.compare(name, replace(problem, window=window), on)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(str(error)) from error
+            raise BadInput(f"--input {input!r} is not accepted; choose {', '.join(kernel_run.INPUTS)} or an .npz file")
+        result = kernel_run.compare(name, problems, on, page)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f"--seq {seq} --context {context}: more memory than this machine has") from error
+        raise (BadInput if isinstance(error, ValueError) else UserError)(" ".join(str(error).split())) from error
     if json:
         print_json(result)
     else:
         log(f"{name} on {on}")
         _table([result])
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise BadInput(f"{option} {text!r} is not accepted; give a whole number, or several as in 70,1,257") from error
 
 
 def _table(rows: list[dict[str, Any]]) -> None:

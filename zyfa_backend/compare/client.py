@@ -1,10 +1,14 @@
-"""What compare asks of a server: OpenAI's HTTP API with vLLM's extras (token ids, prompt log-probabilities)."""
+"""What compare asks of a server: OpenAI's HTTP API with vLLM's extras (token ids, prompt log-probabilities).
+
+`sglang.py` asks the same of SGLang.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +59,7 @@ class Client:
             return False
 
     def version(self) -> str:
-        """The server's version of vLLM, or "unknown" when it does not tell."""
+        """The version of the server's engine, or "unknown" when it does not tell."""
         try:
             return str(self._request("GET", "/version")["version"])
         except (ClientError, KeyError):
@@ -69,7 +73,7 @@ class Client:
     def max_model_len(self) -> int:
         length = self._served().get("max_model_len")
         if not isinstance(length, int):
-            raise ClientError(f"{self.url}/v1/models does not tell max_model_len; compare needs a vLLM server")
+            raise ClientError(f"{self.url}/v1/models does not tell max_model_len; compare needs vLLM or SGLang")
         return length
 
     def _served(self) -> dict[str, Any]:
@@ -101,28 +105,41 @@ class Client:
         )
         listed = answer["choices"][0].get("prompt_logprobs")
         if not listed or len(listed) != len(ids):
-            raise ClientError(f"{self.url} returned no prompt log-probabilities; compare needs a vLLM server")
+            raise ClientError(f"{self.url} returned no prompt log-probabilities; compare needs a server of vLLM")
         return parse_prompt_logprobs(listed[1:], ids[1:])
 
     def generate(self, ids: list[int], max_tokens: int) -> Continuation:
         """`max_tokens` greedy tokens after `ids`, streamed; the end-of-text token does not stop it."""
         body = self._body(ids, max_tokens=max_tokens, stream=True, ignore_eos=True, return_token_ids=True)
+
+        def longer(event: dict[str, Any], tokens: list[int]) -> list[int]:
+            return [*tokens, *(token for choice in event.get("choices", []) for token in choice.get("token_ids") or [])]
+
+        return self._stream("/v1/completions", body, max_tokens, longer)
+
+    def _stream(
+        self,
+        path: str,
+        body: dict[str, Any],
+        max_tokens: int,
+        longer: Callable[[dict[str, Any], list[int]], list[int]],
+    ) -> Continuation:
+        """A streamed completion; `longer` gives all tokens so far for an event and those before it."""
         tokens: list[int] = []
         ttft = None
         start = time.perf_counter()
         try:
-            with self._http.stream("POST", "/v1/completions", json=body) as response:
+            with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise ClientError(_refusal("POST /v1/completions", response))
+                    raise ClientError(_refusal(f"POST {path}", response))
                 for line in response.iter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise ClientError(f"{self.url} broke off: {event['error'].get('message', event['error'])}")
-                    for choice in event.get("choices", []):
-                        tokens += choice.get("token_ids") or []
+                    tokens = longer(event, tokens)
                     if tokens and ttft is None:
                         ttft = time.perf_counter() - start
         except httpx.TimeoutException as error:

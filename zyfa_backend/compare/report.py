@@ -127,7 +127,8 @@ def _server(row: dict[str, Any]) -> str:
     ran = f"<ul>{counts}</ul>" if counts else f"<p>Attention: <code>{escape(row['kernel'])}</code></p>"
     return (
         f"<h3>{escape(row['name'])}{what}</h3>{ran}<pre>{escape(row['command'])}</pre>"
-        f'<p class="muted">vLLM {escape(row["engine_version"])}, {row["seconds"]:g} s with start and stop</p>'
+        f'<p class="muted">{escape(row["engine"])} {escape(row["engine_version"])}, {row["seconds"]:g} s with start '
+        f"and stop</p>"
     )
 
 

@@ -48,6 +48,7 @@ def document(run: Run, outcome: Outcome, command: str, text_name: str) -> tuple[
             **_prompt_numbers(baseline, measurement, run.settings.seed),
             "kernels": measurement.kernels,
             "unlisted_mass": float(metrics.unlisted_mass(scores).mean()),
+            "engine": run.engine.title,
             "engine_version": measurement.engine_version,
             "max_model_len": measurement.max_model_len,
             "seconds": round(measurement.seconds, 1),

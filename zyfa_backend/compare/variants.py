@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -57,12 +58,15 @@ KNOWN: dict[str, Variant] = {
 }
 
 
-def select(names: list[str], defined: list[str], urls: list[str]) -> list[Variant]:
+def select(
+    names: list[str], defined: list[str], urls: list[str], known: Mapping[str, Variant] = KNOWN
+) -> list[Variant]:
     """The variants of a run, baseline first. Raises VariantError naming what is wrong.
 
+    known: the engine's variants by name.
     names: from --variants, may be empty. defined: NAME=DEFINITION of --define. urls: NAME=URL of --url.
     """
-    pool = dict(KNOWN)
+    pool = dict(known)
     for text in defined:
         variant = parse_definition(text)
         pool[variant.name] = variant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,19 +17,17 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from zyfa_backend import dispatch, reference, settings
-from zyfa_backend.config import AttentionConfig
 from zyfa_backend.cpu import fused_cache
 from zyfa_backend.quantization import Quantized, quantize_kv, quantize_q
 from zyfa_backend.rotation import rotate
-from zyfa_backend.scales import ScaleStore
 from zyfa_backend.serving import (
     DTYPES,
     QUANTIZED_CACHES,
     announce,
     cache_config_for,
-    new_store,
     report_saturation,
 )
+from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
 
 
 class ZyfaAttentionBackend(AttentionBackend):
@@ -77,18 +74,7 @@ class ZyfaAttentionBackend(AttentionBackend):
     @classmethod
     def validate_configuration(cls, *args, **kwargs) -> list[str]:
         """Reasons against a layer, each with its value; empty when ZYFA serves it."""
-        reasons = super().validate_configuration(*args, **kwargs)
-        detail = {
-            "head_size not supported": f"head size {kwargs.get('head_size')} (supported: "
-            f"{', '.join(map(str, dispatch.HEAD_DIMS))})",
-            "kv_cache_dtype not supported": f"kv_cache_dtype {kwargs.get('kv_cache_dtype')} (supported: "
-            f"{', '.join(cls.supported_kv_cache_dtypes)})",
-            "dtype not supported": f"dtype {kwargs.get('dtype')} (supported: {', '.join(DTYPES.values())})",
-        }
-        if "attn_type" in kwargs:
-            kind = str(kwargs["attn_type"]).removeprefix("AttentionType.").lower()
-            detail[f"attention type {kwargs['attn_type']} not supported"] = f"attention type {kind}"
-        return [detail.get(reason, reason) for reason in reasons]
+        return explain_reasons(cls, super().validate_configuration(*args, **kwargs), kwargs)
 
 
 @dataclass
@@ -137,24 +123,6 @@ class ZyfaMetadataBuilder(AttentionMetadataBuilder[ZyfaMetadata]):
             decode_lengths=[lengths[row] for row in rows],
             decode_blocks=block_table[torch.tensor(rows, dtype=torch.long)],
         )
-
-
-# The stores of living engines: two engines of one process must not share scales.
-_stores: list[tuple[weakref.ref, dict[AttentionConfig, ScaleStore]]] = []
-
-
-def store_for(vllm_config, config: AttentionConfig) -> ScaleStore:
-    """The scale store of the engine that `vllm_config` belongs to. Reads ZYFA_SCALES; raises ConfigError."""
-    _stores[:] = [(ref, stores) for ref, stores in _stores if ref() is not None]
-    mine = next((stores for ref, stores in _stores if ref() is vllm_config), None)
-    if mine is None:
-        mine = {}
-        _stores.append((weakref.ref(vllm_config), mine))
-    if config not in mine:
-        parallel = vllm_config.parallel_config
-        ranks = {"tensor parallel": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
-        mine[config] = new_store(config, ranks)
-    return mine[config]
 
 
 class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
@@ -335,9 +303,3 @@ def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, length: int
     out = held.new_zeros(length, *held.shape[1:])
     out[start * size :] = held[: length - start * size]
     return out
-
-
-def checkpoint_scales(layer: torch.nn.Module) -> tuple[float, float] | None:
-    """Per-tensor (k, v) scales that the checkpoint brought; None where vLLM left its default of 1."""
-    k, v = float(layer._k_scale_float), float(layer._v_scale_float)  # type: ignore[arg-type]
-    return None if k == v == 1.0 else (k, v)

@@ -26,8 +26,8 @@ def mla_config_for(vllm_config) -> AttentionConfig:
 class ZyfaMLAPrefillBackend(MLAPrefillBackend):
     """Receives q [T, H, 192], k [T, H, 192] and v [T, H, 128] of the model's dtype and quantises them itself.
 
-    K and V are scaled per head and request by their own maximum, so no calibration is needed and no request
-    reaches another. LSE is natural, [H, T].
+    K and V are scaled per head by their own maximum, so no calibration is needed: on a CPU that of the request, on a
+    GPU that of all requests of a call. No request's NaN reaches another. LSE is natural, [H, T].
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
@@ -59,8 +59,8 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
         """Causal attention of the new tokens among themselves, per request."""
         if output_scale is not None:
             raise NotImplementedError("ZYFA writes no quantised output")
-        starts = self._prefill_metadata.query_start_loc
-        result, lse = self._run(q, k, v, starts, starts, "causal")
+        starts, longest = self._prefill_metadata.query_start_loc, self._prefill_metadata.max_query_len
+        result, lse = self._run(q, k, v, starts, starts, (longest, longest), "causal")
         if out is not None:
             out.copy_(result)
             result = out
@@ -68,15 +68,19 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_context_chunk(self, chunk, q, k, v, out=None):
         """Attention of the new tokens to one chunk of cached context, without a mask."""
-        result, lse = self._run(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, "full")
+        longest = (chunk.max_query_len, chunk.max_seq_len)
+        result, lse = self._run(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, longest, "full")
         if out is not None:
             out.copy_(result)
             result = out
         return result, lse
 
-    def _run(self, q, k, v, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, phase: str):
+    def _run(self, q, k, v, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, longest, phase: str):
+        """(out, lse). longest: the most queries and keys of a request, as the host knows them."""
+        dispatch.counters.add(self._kernels[phase], q.shape[0])
+        if q.device.type != "cpu":
+            return _run_on_gpu(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, self.scale, phase == "causal", self.config)
         tokens, keys = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
-        dispatch.counters.add(self._kernels[phase], tokens)
         return reference.attention(
             q[:tokens],
             k[:keys],
@@ -87,3 +91,36 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
             cu_seqlens_k=cu_seqlens_k,
             config=self.config,
         )
+
+
+def _run_on_gpu(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, softmax_scale, causal, config):
+    """One launch for all requests; K and V are scaled per head by the largest value of the call."""
+    from zyfa_kernels.triton.prefill import prefill
+    from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_write
+
+    numerics = {"rotation": config.rotation, "qk_format": config.qk_format}
+    codes, q_scale = rotate_quantize_q(q, **numerics)
+    keys, heads, dim = k.shape
+    # A row's own scale is its largest rotated value over the format's; a row with a NaN has a NaN and does not count.
+    k_scale = torch.nan_to_num(rotate_quantize_q(k, **numerics)[1]).amax(0)
+    largest = torch.nan_to_num(v.abs().amax(-1).float(), posinf=0.0).amax(0)
+    v_scale = torch.where(largest > 0, largest / 448, 1.0)
+    k_codes = torch.empty(1, keys, heads, dim, dtype=torch.uint8, device=k.device)
+    v_codes = torch.empty(1, keys, heads, v.shape[2], dtype=torch.uint8, device=k.device)
+    slots = torch.arange(keys, device=k.device)
+    rotate_quantize_write(k, v, k_codes, v_codes, slots, k_scale, v_scale, **numerics)
+    return prefill(
+        codes, q_scale, k_codes[0], v_codes[0], k_scale, v_scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1],
+        softmax_scale=softmax_scale,
+        causal=causal,
+        p=config.probabilities,
+        qk_format=config.qk_format,
+        offset=config.offset,
+        delta=config.delta,
+        out=torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device),
+        lse=True,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import logging
 
 from zyfa_backend import settings
 from zyfa_backend.dispatch import Unsupported
-from zyfa_backend.vllm.registration import BACKEND_PATH, selected, selected_for
+from zyfa_backend.vllm.registration import selected, selected_for
 
 logger = logging.getLogger("vllm.zyfa")
 
@@ -24,15 +24,22 @@ def get_attn_backend_cls(original, selected_backend, attn_selector_config, num_h
     if attn_selector_config.use_mla:
         # Decode and the latent cache stay the engine's; ZYFA supplies the prefill.
         return original(None, attn_selector_config=attn_selector_config, num_heads=num_heads)
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backend import AttentionBackend
 
-    from zyfa_backend.vllm.backend import ZyfaAttentionBackend
-
+    if not current_platform.is_cpu() and unquantised_on_gpu(attn_selector_config.kv_cache_dtype):
+        _log_once(
+            f"ZYFA: --kv-cache-dtype {attn_selector_config.kv_cache_dtype} quantises nothing, and ZYFA has no such "
+            "kernel on a GPU: the engine's backend serves these layers; --kv-cache-dtype fp8 selects ZYFA's"
+        )
+        return original(None, attn_selector_config=attn_selector_config, num_heads=num_heads)
+    backend = backend_class()
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
     given = {k: v for k, v in attn_selector_config._asdict().items() if k in known}
-    reasons = ZyfaAttentionBackend.validate_configuration(**given, device_capability=None)
+    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
+    reasons = backend.validate_configuration(**given, device_capability=capability)
     if not reasons:
-        return BACKEND_PATH
+        return f"{backend.__module__}.{backend.__qualname__}"
     leave_or_refuse(reasons, f"layers with {_summary(attn_selector_config)}")
     return original(None, attn_selector_config=attn_selector_config, num_heads=num_heads)
 
@@ -43,8 +50,13 @@ def get_mla_prefill_backend_cls(original, mla_selector_config):
 
     if not selected_for(get_current_vllm_config_or_none(), "mla_attention"):
         return original(mla_selector_config)
-    from zyfa_backend.vllm.mla import ZyfaMLAPrefillBackend
+    from vllm.platforms import current_platform
 
+    from zyfa_backend.vllm.mla import ZyfaMLAPrefillBackend, mla_config_for
+
+    if not current_platform.is_cpu() and not mla_config_for(get_current_vllm_config_or_none()).quantized:
+        _log_once("ZYFA: unquantised MLA prefill is the engine's on a GPU; --kv-cache-dtype fp8 selects ZYFA's")
+        return original(mla_selector_config)
     reasons = ZyfaMLAPrefillBackend.validate_configuration(None, mla_selector_config)
     if not reasons:
         return ZyfaMLAPrefillBackend
@@ -105,7 +117,7 @@ def wrap_attention_layer() -> None:
         given = bound.arguments
         reasons = layer_reasons(given)
         backend = given.get("attn_backend")
-        if backend is not None and not issubclass(backend, _backend_class()):
+        if backend is not None and not issubclass(backend, backend_class()):
             reasons = []
         if reasons and backend is not None:
             # The engine's plain backend would ignore what the derived one adds, such as a chunk's mask.
@@ -114,7 +126,7 @@ def wrap_attention_layer() -> None:
             leave_or_refuse(reasons, f"layers with head size {given['head_size']}")
             given["attn_backend"] = _engine_backend(given)
         original(*bound.args, **bound.kwargs)
-        if isinstance(self.impl, _backend_class().get_impl_cls()):
+        if isinstance(self.impl, backend_class().get_impl_cls()):
             self.impl.attach(self.layer_name)
 
     Attention.__init__ = init
@@ -133,7 +145,7 @@ def layer_reasons(given: dict) -> list[str]:
     if extra.get("chunk_lookback", -1) > -1:
         reasons.append("chunked attention with lookback")
     backend = given.get("attn_backend")
-    if backend is not None and issubclass(backend, _backend_class()) and backend is not _backend_class():
+    if backend is not None and issubclass(backend, backend_class()) and backend is not backend_class():
         reasons.append(f"a derived backend {backend.__name__}")
     if given.get("head_size_v") not in (None, given["head_size"]):
         reasons.append(f"value head size {given['head_size_v']} beside head size {given['head_size']}")
@@ -153,10 +165,25 @@ def _log_once(line: str) -> None:
     logger.warning(line)
 
 
-def _backend_class():
-    from zyfa_backend.vllm.backend import ZyfaAttentionBackend
+def backend_class():
+    """ZYFA's backend for the platform that this process runs on."""
+    from vllm.platforms import current_platform
 
-    return ZyfaAttentionBackend
+    if current_platform.is_cpu():
+        from zyfa_backend.vllm.backend import ZyfaAttentionBackend
+
+        return ZyfaAttentionBackend
+    from zyfa_backend.vllm.gpu import ZyfaGpuBackend
+
+    return ZyfaGpuBackend
+
+
+def unquantised_on_gpu(kv_cache_dtype: str) -> bool:
+    """Whether a layer with this cache asks for no quantisation at all, which only ZYFA on a CPU computes itself."""
+    from zyfa_backend.serving import QUANTIZED_CACHES
+
+    chosen = settings.load().config
+    return kv_cache_dtype not in QUANTIZED_CACHES and (chosen is None or not chosen.quantized)
 
 
 def _any_selected(vllm_config) -> bool:

@@ -106,6 +106,10 @@ class Instruction:
         value = self.operands[number]
         return frozenset((value.file, i) for i in value.indices) if isinstance(value, Reg) else frozenset()
 
+    def names(self) -> str:
+        """Names of the registers among the operands, in their order."""
+        return ", ".join(x.name for x in self.operands if isinstance(x, Reg) and x.file not in SPECIALS and x.name)
+
     def text(self) -> str:
         words = [str(x) if isinstance(x, (Reg, str)) else literal(x) for x in self.operands]
         flags = self.spec.mnemonic.split()[1:]

@@ -141,8 +141,8 @@ class Program:
                     [f"// {line}" for line in item.lines] if item.title else [f"    // {line}" for line in item.lines]
                 )
             else:
-                text = f"    {item.text()}"
-                out.append(f"{text:<88}// {item.note}" if item.note else text)
+                text, note = f"    {item.text()}", item.note or item.names()
+                out.append(f"{text:<86}  // {note}" if note else text)
         return "\n".join(out) + "\n"
 
 

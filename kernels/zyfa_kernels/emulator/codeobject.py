@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgpack
-from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
+from elftools.elf.segments import NoteSegment
 
 from .decode import Instruction, decode
-from .errors import CodeObjectError
+from .errors import CodeObjectError, UnknownInstruction
 
 EM_AMDGPU = 224
 MACHINES = {0x4F: "gfx950", 0x4C: "gfx942", 0x40: "gfx940", 0x3F: "gfx90a"}  # EF_AMDGPU_MACH, LLVM AMDGPUUsage
 NT_AMDGPU_METADATA = 32
+LARGEST_IMAGE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,22 @@ class CodeObject:
             CodeObjectError: not an ELF, not AMDGPU, another target than gfx950, or no kernel in it.
             UnknownInstruction: a kernel holds a word that is no gfx950 instruction.
         """
-        path = None if isinstance(source, bytes | bytearray) else str(source)
-        data = bytes(source) if path is None else Path(path).read_bytes()
+        path = None if isinstance(source, bytes) else str(source)
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
         name = path or "the given bytes"
+        if data[:4] != b"\x7fELF":
+            raise CodeObjectError(f"{name}: not an ELF file (it starts with {data[:4]!r})")
         try:
-            elf = ELFFile(io.BytesIO(data))
-        except ELFError as error:
-            raise CodeObjectError(f"{name}: not an ELF file ({error})") from error
+            return cls._parse(data, name, path)
+        except (CodeObjectError, UnknownInstruction):
+            raise
+        except Exception as error:  # the ELF and metadata parsers raise whatever a damaged field leads to
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise CodeObjectError(f"{name}: a damaged or incomplete code object ({text})") from error
+
+    @classmethod
+    def _parse(cls, data: bytes, name: str, path: str | None) -> CodeObject:
+        elf = ELFFile(io.BytesIO(data))
         machine = struct.unpack_from("<H", data, 18)[0]
         if machine != EM_AMDGPU:
             raise CodeObjectError(f"{name}: ELF machine {machine}, want {EM_AMDGPU} (AMDGPU)")
@@ -150,7 +161,7 @@ class CodeObject:
             raise CodeObjectError(f"{name}: no loadable segment; link the object first")
         metadata = {k[".symbol"]: k for k in _metadata(elf).get("amdhsa.kernels", [])}
         table = elf.get_section_by_name(".symtab") or elf.get_section_by_name(".dynsym")
-        symbols = {s.name: s for s in table.iter_symbols() if s.name} if table else {}
+        symbols = {s.name: s for s in table.iter_symbols() if s.name} if isinstance(table, SymbolTableSection) else {}
         text = [s for s in elf.iter_sections() if s["sh_flags"] & 4 and s["sh_type"] == "SHT_PROGBITS"]
         kernels: dict[str, Kernel] = {}
         for symbol in symbols.values():
@@ -184,7 +195,10 @@ class CodeObject:
 
 def _load_segments(elf: ELFFile) -> bytes:
     segments = [s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD"]
-    image = bytearray(max((s["p_vaddr"] + s["p_memsz"] for s in segments), default=0))
+    size = max((s["p_vaddr"] + s["p_memsz"] for s in segments), default=0)
+    if size > LARGEST_IMAGE:
+        raise CodeObjectError(f"segments reach up to {size:#x}, want at most {LARGEST_IMAGE:#x}")
+    image = bytearray(size)
     for segment in segments:
         image[segment["p_vaddr"] : segment["p_vaddr"] + segment["p_filesz"]] = segment.data()
     return bytes(image)
@@ -192,7 +206,7 @@ def _load_segments(elf: ELFFile) -> bytes:
 
 def _metadata(elf: ELFFile) -> dict:
     for segment in elf.iter_segments():
-        if segment["p_type"] != "PT_NOTE":
+        if not isinstance(segment, NoteSegment):
             continue
         for note in segment.iter_notes():
             if note["n_name"] == "AMDGPU" and note["n_type"] in (NT_AMDGPU_METADATA, "NT_AMDGPU_METADATA"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from .decode import Instruction, Operand, register_name
@@ -59,7 +60,7 @@ def format_operand(operand: Operand, signed_literal: bool = False) -> str:
     elif operand.special:
         text = operand.special
     elif operand.literal:
-        text = hex(operand.value)
+        text = hex(int(operand.value or 0))
     elif operand.value == 0.15915494309189532:
         text = "0.15915494"
     else:
@@ -152,13 +153,13 @@ def _vector(inst: Instruction) -> str:
     return text + {0: "", 1: " mul:2", 2: " mul:4", 3: " div:2"}[mods.get("omod", 0)]
 
 
-def _opsel(inst: Instruction, sources: list[str]) -> str:
+def _opsel(inst: Instruction, sources: Sequence[str]) -> str:
     opsel, count = inst.mods["opsel"], len(sources)
     values = [opsel >> k & 1 for k in range(count)]
     return f" op_sel:[{','.join(map(str, [*values, opsel >> 3 & 1]))}]"
 
 
-def _packed_modifiers(inst: Instruction, sources: list[str]) -> str:
+def _packed_modifiers(inst: Instruction, sources: Sequence[str]) -> str:
     mods, count = inst.mods, len(sources)
     high = mods["opsel_hi"] | mods.get("opsel_hi2", 0) << 2
     text = ""
@@ -197,7 +198,7 @@ def _dpp(mods: dict[str, int]) -> str:
     return text + (" bound_ctrl:1" if mods["bc"] else "")
 
 
-def _sdwa(inst: Instruction, sources: list[str]) -> str:
+def _sdwa(inst: Instruction, sources: Sequence[str]) -> str:
     mods, text = inst.mods, ""
     if "vdst" in inst.operands:
         text += f" dst_sel:{_SDWA[mods['dst_sel']]} dst_unused:{_UNUSED[mods['dst_unused']]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class EmulatorError(Exception):
+class EmulatorError(RuntimeError):
     """A program did something that gfx950 does not define, or that the emulator does not know.
 
     Attributes:

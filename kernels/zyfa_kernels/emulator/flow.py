@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from .codeobject import Kernel
 from .decode import Instruction
+
+S = TypeVar("S")
 
 _NO_RETURN = ("s_branch", "s_endpgm", "s_setpc_b64", "s_swappc_b64", "s_endpgm_saved", "s_rfe_b64")
 
@@ -68,24 +71,23 @@ def build_flow(kernel: Kernel) -> Flow:
 
 
 def fixed_point(
-    flow: Flow,
-    start: Hashable,
-    transfer: Callable[[int, Hashable], Hashable],
-    merge: Callable[[Hashable, Hashable], Hashable],
-) -> list[Hashable | None]:
+    flow: Flow, start: S, transfer: Callable[[int, S], S], merge: Callable[[S, S], S]
+) -> list[S | None]:
     """Forward data flow: the state before each reachable instruction, over all paths.
 
     `transfer(index, state)` gives the state after an instruction; `merge` joins two states and must be monotone. Only
     block heads are merged, so a straight run of code costs one transfer an instruction.
     """
-    before: list[Hashable | None] = [None] * len(flow.program)
+    before: list[S | None] = [None] * len(flow.program)
     before[flow.entry] = start
     queue, queued = deque([flow.entry]), {flow.entry}
     while queue:
         index = queue.popleft()
         queued.discard(index)
         while True:
-            after = transfer(index, before[index])
+            state = before[index]
+            assert state is not None
+            after = transfer(index, state)
             changed = []
             for other in flow.successors[index]:
                 old = before[other]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .codeobject import CodeObject
-from .errors import CodeObjectError
+from .errors import CodeObjectError, EmulatorError
 from .lds import LDS_BYTES
 from .memory import GlobalMemory
 from .program import Program, compile_program
@@ -63,7 +63,8 @@ class Emulator:
             raise ValueError(f"workgroups_at_once is {workgroups_at_once}, want at least 1")
         self.code, self.delayed_memory, self.trace_lds = code, delayed_memory, trace_lds
         self.workgroups_at_once, self.max_instructions = workgroups_at_once, max_instructions
-        self.collect_hazards, self.hazards = collect_hazards, []
+        self.collect_hazards = collect_hazards
+        self.hazards: list[EmulatorError] = []
         self.memory, self.stats = GlobalMemory(), Stats()
         self._programs: dict[str, Program] = {}
 

@@ -130,7 +130,7 @@ def _guard(inst: Instruction, body):
     if all(len(span) == 1 for span in spans) and len(spans) == 2:
         first, second = spans[0].start, spans[1].start
 
-        def run(g):
+        def run_two(g):
             state = g.state
             if state[first] != 1:
                 g.require(first, everywhere)
@@ -138,10 +138,10 @@ def _guard(inst: Instruction, body):
                 g.require(second, everywhere)
             return body(g)
 
-        return run
+        return run_two
     bounds = [(span.start, span.stop) for span in spans]
 
-    def run(g):
+    def run_any(g):
         state = g.state
         for start, stop in bounds:
             if 0 in state[start:stop] or 2 in state[start:stop]:
@@ -149,7 +149,7 @@ def _guard(inst: Instruction, body):
                     g.require(reg, everywhere)
         return body(g)
 
-    return run
+    return run_any
 
 
 __all__ = ["Program", "compile_program", "supported"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Launch:
 
     def _release(self, parked: list[WaveGroup]) -> tuple[list[WaveGroup], list[WaveGroup]]:
         """Let the workgroups pass whose living waves all stand at a barrier; waves at one instruction join."""
-        arrived = Counter()
+        arrived: Counter[int] = Counter()
         for group in parked:
             for workgroup in group.slots.tolist():
                 arrived[workgroup] += 1
@@ -103,7 +104,8 @@ class Launch:
 
     def _advance(self, group: WaveGroup, ready: list[WaveGroup]):
         """Run a group to its next barrier or its end; the part that leaves it at a branch goes to `ready`."""
-        run, targets, counts = self.program.run, self.program.targets, self.counts
+        run, counts = self.program.run, self.counts
+        targets: list[Any] = self.program.targets  # None where a branch leaves the kernel
         index, size = group.index, group.size
         limit = self.emulator.max_instructions
         try:

@@ -98,7 +98,7 @@ class _SkeletonLaunch(Launch):
         targets = [index_of.get(inst.target) if inst.target is not None else None for inst in kernel.program]
         program = Program(kernel, kernel.program, run, targets, index_of)
         super().__init__(emulator, program, (1, 1, 1), (workgroup, 1, 1), b"", kernel.descriptor.lds_bytes)
-        self.order = [[] for _ in range(self.waves)]
+        self.order: list[list[int]] = [[] for _ in range(self.waves)]
 
     def _attach(self, group: WaveGroup) -> None:
         super()._attach(group)
@@ -152,7 +152,7 @@ class _SkeletonLaunch(Launch):
             return self._lds(inst, build)
         if inst.mnemonic.startswith("s_cbranch"):
             return self._branch(inst, build)
-        if inst.mnemonic in ("s_barrier", "s_endpgm", "s_branch", "s_waitcnt"):
+        if build is not None and inst.mnemonic in ("s_barrier", "s_endpgm", "s_branch", "s_waitcnt"):
             plain = build(inst)
             return lambda g, tainted: plain(g)
         if build is None or inst.encoding == "MFMA" or inst.encoding == "SOPP":

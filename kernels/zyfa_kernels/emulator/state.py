@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from .decode import AGPR, EXEC, SCC, VCC, VGPR, register_name
@@ -32,6 +35,13 @@ class WaveGroup:
     S  uint32 [129, W, 1]: scalar registers by their encoding; row 128 is SCC.
     state  one byte a register: defined in all lanes of all waves, not (then `lanes_defined` says where), or pending.
     """
+
+    slots: np.ndarray  # place of each wave's workgroup among those in flight
+    memory: Any
+    lds: Any
+    delayed: bool
+    trace: Callable | None  # called for every LDS access
+    collect: Callable | None  # takes faults of timing, which else are raised
 
     def __init__(self, waves: np.ndarray, workgroups: np.ndarray, lds_base: np.ndarray, vgprs: int, agprs: int):
         count = len(waves)
@@ -193,7 +203,7 @@ class WaveGroup:
                 self.state[reg] = UNDEFINED
         for reg in range(VGPR):
             self.state[reg] = min(self.state[reg], other.state[reg])
-        if self.unknown is not None:
+        if self.unknown is not None and other.unknown is not None:
             self.unknown = bytearray(a | b for a, b in zip(self.unknown, other.unknown, strict=True))
         order = np.argsort(
             np.concatenate([self.workgroups, other.workgroups]) * 64 + np.concatenate([self.waves, other.waves]),

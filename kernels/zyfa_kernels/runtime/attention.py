@@ -86,6 +86,9 @@ def attention_launch(
     window: left window, a query at position p sees no key before p - window; None for none.
     pages: K and V lie in pages; then k and v are the arrays of all pages, with strides of a token inside a page.
     delta: rounding constant of lean P, in codes. Raises LaunchError.
+
+    A NaN in Q, its scale or a visible K makes that row NaN and no other. A NaN in V reaches every query of the sequence
+    that shares a tile of 128 keys with it or stands behind it: also the up to 127 queries before it.
     """
     made = kernel(name)
     for label, count in (("batch", batch), ("max_seqlen_q", max_seqlen_q), ("kv_heads", kv_heads)):

@@ -1,4 +1,35 @@
-"""FP8 attention with query-key and value head dimension 128, causal and full, exact and lean P."""
+"""FP8 attention with query-key and value head dimension 128, causal and full, exact and lean P.
+
+Grouped queries, a scale per query row and head, scales of K and V per head, packed or paged keys, context, window.
+Per tile of 128 keys and wave: 1,088 matrix cycles (16 products, two half-size row sums), and on the vector pipe lean P
+2 instructions a score (exact P 4 slots), half a one for the maximum, and about 30 for exponents and bookkeeping.
+
+Variants tried, by the cycle model (`zyfa kernels cycles`; all figures modelled: cycles of a SIMD for one block of both
+of its waves, and the share in which the matrix pipe runs). AITER's v3 fp8 causal kernel takes 3712 (0.552) there.
+
+| variant | lean | exact |
+|---|---|---|
+| as generated | 2304 (0.944) | 2952 (0.737) |
+| first schedule: K read ahead in the vector phase, masks and rescaling in line | 2449 (0.889) | 3044 (0.715) |
+| read ahead in the matrix phase, rare blocks out of line; staging jobs in fixed places | 2328 (0.935) | 2952 (0.737) |
+| the same, staging jobs dealt out evenly | 2304 (0.944) | 2952 (0.737) |
+| without s_setprio around the matrix phase | 2956 (0.733) | 3658 (0.592) |
+| operands read 2 instead of 3 matrix instructions ahead | 2442 (0.891) | 2944 (0.739) |
+| row sum by 32x32x64: 128 instead of 64 cycles a tile | 2330 (0.989, of which 0.06 for nothing) | 2952 (0.780) |
+| lean codes by v_cvt_pknorm_u16 and v_perm: 1.75 instructions a score instead of 2 | 2304 (0.944) | |
+| every tile rescales, v_mul | 2758 (0.789) | 3528 (0.617) |
+| every tile rescales, v_pk_mul (as generated) | 2554 (0.852) | 3272 (0.665) |
+| as generated, LDS reads of 256 B a cycle instead of 128 | 2192 (0.993) | 2952 (0.737) |
+| as generated, a matrix instruction blocks the vector port for 4 cycles instead of 16 | 2304 (0.944) | 2514 (0.866) |
+
+Lean P ends at the LDS: 256 KiB read and 32 KiB written a tile are 2,304 cycles at 128 B a cycle, whatever the order.
+Exact P ends at the vector pipe: 1,136 cycles of its own and 288 in which matrix instructions hold the port.
+
+Not built, and why. The addend of lean P in the scores' C operand: the factor 8c is an arbitrary fp32 of the query, so
+the multiplication stays and nothing is saved, while a C of 16 registers must be filled and mended when a maximum rises.
+pknorm codes: cheaper, but not the roundings of the specification's formula, for no time won. A running maximum in half
+precision or renewed less often: the largest P would not be exact.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,16 @@ VECTOR: tuple[tuple[str, ...], ...] = (
     ("codes 1",),
 )
 
+STREAMS = {
+    "max 0": "maximum of keys 0-63",
+    "max 1": "maximum of keys 64-127",
+    "exchange": "maximum over both halves of the lanes, and the running one",
+    "sums": "row sums of the tile before",
+    "exponents": "factor of what was accumulated, block exponents, biases",
+    "codes 0": "P of keys 0-63",
+    "codes 1": "P of keys 64-127",
+}
+
 
 def fragments() -> list[tuple[str, int, int]]:
     """Operands read from LDS in the order of use: ("QK" or "PV", block, half)."""

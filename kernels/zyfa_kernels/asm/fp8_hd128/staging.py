@@ -39,17 +39,17 @@ def address(state: State, which: str, part: int, page: Reg, tile: int) -> list[I
     base, row, stride = (state.arg_of(name) for name in (which, f"{which}_row", f"{which}_page"))
     token, lo, hi = state.stage_tmp
     return [
-        op("s_mul_i32", lo, page, stride),
+        op("s_mul_i32", lo, page, stride, note=f"{which.upper()}: address of the page"),
         op("s_mul_hi_u32", hi, page, stride),
         op("s_add_u32", desc[0], base[0], lo),
         op("s_addc_u32", desc[1], base[1], hi),
         op("s_add_i32", token, state.token, tile * TILE_KEYS + part * BLOCK_KEYS),
-        op("s_and_b32", hi, token, state.page_mask),
+        op("s_and_b32", hi, token, state.page_mask, note=f"{which.upper()}: address of the row in the page"),
         op("s_mul_i32", lo, hi, row),
         op("s_mul_hi_u32", hi, hi, row),
         op("s_add_u32", desc[0], desc[0], lo),
         op("s_addc_u32", desc[1], desc[1], hi),
-        op("s_sub_i32", token, state.last_key, token),
+        op("s_sub_i32", token, state.last_key, token, note=f"{which.upper()}: up to 8 rows, none past the last key"),
         op("s_min_i32", token, token, ROWS - 1),
         op("s_mul_i32", token, token, row),
         op("s_add_i32", token, token, HEAD_DIM),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..program import Program
 from ..registers import Reg
-from .layout import STAGES
+from .arguments import ARGUMENTS
+from .layout import STAGES, TILE_BYTES
 
 FRAGMENTS = 4  # operand buffers of 8 registers; fragment n of a tile goes to buffer n % 4
 KEY_BLOCKS = 4  # 32-key accumulators of S^T in a tile of 128 keys
@@ -96,54 +97,45 @@ class State:
         self.head = s("head", 1, "query head")
         self.masks = tuple(s(f"mask{i}", 2, "lanes whose query sees the key") for i in range(8))
         place = self.program.sgprs.place
-        (self.q_span, self.k_span, self.scratch) = self.masks[1], self.masks[2], self.masks[4]
-        for name, reg, what in (
-            ("q_span", self.q_span, "set-up: cu_seqlens_q of the sequence and the next"),
-            ("k_start", self.k_span[0], "set-up: first key token"),
-            ("k_len", self.k_span[1], "set-up: key tokens"),
-            ("context", self.masks[3][0], "set-up: keys before the first query"),
-            ("kv_head", self.masks[3][1], "set-up: KV head"),
-            ("scratch", self.scratch, "set-up"),
-            ("head_k_scale", self.masks[5][0], "set-up: K scale of the head"),
-            ("pages0", self.masks[6], "set-up: pages of tile 0"),
-            ("pages1", self.masks[7], "set-up: pages of tile 1"),
-        ):
-            setattr(self, name, place(name, reg, what))
-        self.stage_tmp = (self.masks[0][0], self.masks[0][1], self.masks[5][1])
-        for n, reg in enumerate(self.stage_tmp):
+        self.q_span = place("q_span", self.masks[1], "set-up: cu_seqlens_q of the sequence and the next")
+        self.k_span = self.masks[2]
+        self.k_start = place("k_start", self.k_span[0], "set-up: first key token")
+        self.k_len = place("k_len", self.k_span[1], "set-up: key tokens")
+        self.context = place("context", self.masks[3][0], "set-up: keys before the first query")
+        self.kv_head = place("kv_head", self.masks[3][1], "set-up: KV head")
+        self.scratch = place("scratch", self.masks[4], "products and comparisons of the moment")
+        self.head_k_scale = place("head_k_scale", self.masks[5][0], "set-up: K scale of the head")
+        self.pages0 = place("pages0", self.masks[6], "set-up: pages of tile 0")
+        self.pages1 = place("pages1", self.masks[7], "set-up: pages of tile 1")
+        self.stage_tmp = tuple(
             place(f"stage_tmp{n}", reg, "staging: token and products")
+            for n, reg in enumerate((self.masks[0][0], self.masks[0][1], self.masks[5][1]))
+        )
         self.head_v_scale = s("head_v_scale", 1, "V scale of the head")
         self.ptr = s("ptr", 16, "arguments q, k, v, out, lse, q_scale, k_scale, v_scale", align=4)
         self.cu = s("cu", 4, "arguments cu_seqlens_q, cu_seqlens_k", align=4)
         self.arg = s("arg", 16, "arguments block_table .. page_shift", align=4)
         self.tail = s("tail", 12, "arguments k_page .. code_bias", align=4)
         self.table = self.arg[0:1]
-        for name, reg, what in (
-            ("k_pages", self.cu[0:1], "loop: pages of the next K rows to stage"),
-            ("v_pages", self.cu[2:3], "loop: pages of the next V rows"),
-            ("token", self.wg[0], "loop: first token that this wave stages of the next K tile"),
-            ("last_key", self.wg[1], "loop: last key that any row of the workgroup sees"),
-            ("page_mask", self.wg[2], "loop: tokens of a page minus 1"),
-            ("low_last", self.kernarg[0], "loop: first key that the wave's last query sees"),
-            ("low_first", self.kernarg[1], "loop: first key that the wave's first query sees"),
-        ):
-            setattr(self, name, place(name, reg, what))
+        self.k_pages = place("k_pages", self.cu[0:1], "loop: pages of the next K rows to stage")
+        self.v_pages = place("v_pages", self.cu[2:3], "loop: pages of the next V rows")
+        self.token = place("token", self.wg[0], "loop: first token that this wave stages of the next K tile")
+        self.last_key = place("last_key", self.wg[1], "loop: last key that any row of the workgroup sees")
+        self.page_mask = place("page_mask", self.wg[2], "loop: tokens of a page minus 1")
+        self.low_last = place("low_last", self.kernarg[0], "loop: first key that the wave's last query sees")
+        self.low_first = place("low_first", self.kernarg[1], "loop: first key that the wave's first query sees")
 
     def arg_of(self, name: str) -> Reg:
         """The scalar register that holds an argument."""
-        from .arguments import ARGUMENTS
-
         offset = ARGUMENTS.offsets[name]
         for reg, start in ((self.ptr, 0), (self.cu, 64), (self.arg, 80), (self.tail, 144)):
             index = (offset - start) // 4
             if 0 <= index < reg.count:
                 wide = dict((n, k) for n, k, _ in ARGUMENTS.fields)[name] == "pointer"
-                return reg[index : index + 1] if wide else reg[index]
+                return replace(reg[index : index + 1] if wide else reg[index], name=name)
         raise KeyError(name)
 
 
 def stage_offset(stage: int) -> int:
     """LDS bytes of a stage, for the offset field of reads."""
-    from .layout import TILE_BYTES
-
     return (stage % STAGES) * TILE_BYTES

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from ..instruction import Instruction, op
 from ..registers import VCC, Reg
-from .schedule import VECTOR
+from .schedule import STREAMS, VECTOR
 from .staging import NO_TOKEN
 from .state import KEY_BLOCKS, State
 
@@ -190,14 +190,10 @@ def _rescale(state: State) -> None:
 
     def block() -> None:
         state.program.op("v_mul_f32", state.row_sum, state.alpha, state.row_sum)
-        if state.variant.lean:
-            for n in range(64):
-                state.program.op("v_mul_f32", state.o[n], state.alpha, state.o[n])
-        else:
-            # Exact P outlasts the other wave's matrix phase; packed products are fast while the matrix pipe is idle.
-            for n in range(32):
-                pair = state.o.group(n, 2)
-                state.program.op("v_pk_mul_f32", pair, pair, state.alpha_pair, mods="op_sel_hi:[1,0]")
+        # By now the other wave's matrix instructions are about done, and packed products need the matrix pipe idle.
+        for n in range(32):
+            pair = state.o.group(n, 2)
+            state.program.op("v_pk_mul_f32", pair, pair, state.alpha_pair, mods="op_sel_hi:[1,0]")
 
     _outline(state, "s_cbranch_vccnz", "rescale", block, "rescale what was accumulated, if a maximum rose")
 
@@ -216,7 +212,7 @@ def vector_phase(state: State, first: bool = False) -> None:
         "codes 1": _codes(state, 1),
     }
     for names in VECTOR:
-        program.note(" and ".join(names))
+        program.note("; ".join(STREAMS[name] for name in names))
         program.emit(deal(*(streams[name] for name in names)))
     if not first:
         _rescale(state)

@@ -191,7 +191,8 @@ def _find(kernel: str, flow: Flow, facts: list[_Facts], strict: bool) -> list[Vi
             new[pipe] = min(a[pipe], b[pipe])
         return new
 
-    states = fixed_point(flow, {}, transfer, merge)
+    nothing: dict[int, int] = {}
+    states = fixed_point(flow, nothing, transfer, merge)
     found = []
     for inst in flow.program:
         state = states[inst.index]

@@ -28,8 +28,9 @@ def check_lds(
         for found in run.hazards:
             rule = _RULES.get(found.kind, found.kind)
             text = f"wave {found.wave}, lane {found.lane}: {found.message}; on the route {_name(run.route)}"
+            address = found.address or 0
             violations.setdefault(
-                (rule, found.address), Violation(rule, found.address, found.instruction, text, kernel.name)
+                (rule, address), Violation(rule, address, found.instruction or "", text, kernel.name)
             )
     notes = _notes(kernel, flow, runs)
     return list(violations.values()), _conflicts(flow, runs), notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from ..decode import Instruction
+from ..errors import EmulatorError
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Report:
             "mfma": self.mfma,
             "bank_conflicts": self.bank_conflicts,
             "lds_accesses": [asdict(a) for a in self.lds_accesses if a.cycles > a.ideal],
-            "advice": len(self.advice),
+            "advice": [asdict(v) for v in self.advice],
             "notes": self.notes,
             "resources": self.resources,
         }
@@ -75,3 +76,9 @@ class Report:
 
 def violation(kernel: str, inst: Instruction, rule: str, message: str, cause: Instruction | None = None) -> Violation:
     return Violation(rule, inst.address, inst.text, message, kernel, cause.address if cause is not None else None)
+
+
+def of_error(error: EmulatorError, kernel: str) -> Violation:
+    """What a run with late loads found."""
+    where = f"workgroup {error.workgroup}, wave {error.wave}, lane {error.lane}: {error.message}"
+    return Violation(error.kind, error.address or 0, error.instruction or "", where, kernel)

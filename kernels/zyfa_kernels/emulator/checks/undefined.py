@@ -24,7 +24,7 @@ def check_undefined(kernel: Kernel, flow: Flow) -> list[Violation]:
     for inst in program:
         bits_read.append(sum(1 << r for r in {r for s in reads(inst) for r in s}))
         bits_written.append(sum(1 << r for r in {r for s in writes(inst) for r in s}))
-    start = sum(1 << r for r in initial_registers(kernel))
+    start: int = sum(1 << r for r in initial_registers(kernel))
     states = fixed_point(flow, start, lambda i, s: s | bits_written[i], lambda a, b: a & b)
     found = []
     for inst in program:

@@ -72,7 +72,8 @@ def check_waits(kernel: str, flow: Flow) -> list[Violation]:
     """Registers that are read, or overwritten, while a load into them may be outstanding."""
     program = flow.program
     touched = [({r for s in reads(i) for r in s}, {r for s in writes(i) for r in s}) for i in program]
-    states = fixed_point(flow, {}, lambda i, s: _transfer(program[i], s), _merge)
+    nothing: dict[tuple[int, str], tuple[int, int]] = {}
+    states = fixed_point(flow, nothing, lambda i, s: _transfer(program[i], s), _merge)
     found = []
     for inst in program:
         state = states[inst.index]

@@ -127,14 +127,14 @@ def _fastest_route(
 ) -> tuple[list[list[int]], list[_Loop]]:
     """Orders of the waves that share a SIMD along the route whose main loop has the least vector work."""
     workgroup = kernel.max_workgroup_size
-    best = None
+    best: tuple[float, list[list[int]], list[_Loop]] | None = None
     for forward in ("never", "always", "alternate"):
         run = run_skeleton(
             code, kernel, Route(ITERATIONS, forward, 0, short=True), workgroup, flow=flow, limit=400_000
         )
         waves = run.order[::4] if len(run.order) > 4 else run.order[:1]
-        loops = [_main_loop(flow, order, costs) for order in waves]
-        if any(loop is None for loop in loops):
+        loops = [loop for order in waves if (loop := _main_loop(flow, order, costs)) is not None]
+        if len(loops) < len(waves):
             continue
         work = sum(_vector_work(flow, loop, costs) for loop in loops)
         if best is None or work < best[0]:
@@ -225,9 +225,9 @@ def _report(
     matrix = sum(passes(flow.program[i]) * PASS_CYCLES for it in iterations for i in it if is_mfma(flow.program[i]))
     in_window = [(w, c, r) for w, at, c, r in trace.stalls if window[0] <= at < window[1]]
     total_blocks = blocks * len(loops) * length / period
-    stalls = Counter()
+    stalls: dict[str, float] = {}
     for _, cycles, reason in in_window:
-        stalls[reason] += cycles / total_blocks
+        stalls[reason] = stalls.get(reason, 0.0) + cycles / total_blocks
     shares = {"matrix pipe": busy(MFMA), "vector pipe": busy(VALU), "LDS": busy(LDS)}
     return Report(
         kernel=kernel.name,
@@ -242,7 +242,7 @@ def _report(
         matrix_cycles_per_block=matrix / len(loops) / blocks,
         blocks_per_iteration=blocks,
         barriers=_barriers(flow, trace, window),
-        stalls={k: round(v, 1) for k, v in stalls.most_common()},
+        stalls={k: round(v, 1) for k, v in sorted(stalls.items(), key=lambda item: -item[1])},
         parameters=p,
         trace=trace,
         window=window,
@@ -260,11 +260,11 @@ def _idle_beside_vector(trace: Trace, window: tuple[int, int]) -> float:
     return float((rows[VALU] & ~rows[MFMA]).mean())
 
 
-def _limiter(shares: dict[str, float], stalls: Counter) -> str:
+def _limiter(shares: dict[str, float], stalls: dict[str, float]) -> str:
     name, share = max(shares.items(), key=lambda item: item[1])
     if share >= 0.9 or not stalls:
         return name
-    reason = stalls.most_common(1)[0][0]
+    reason = max(stalls, key=lambda name: stalls[name])
     return f"{name} ({share:.0%} busy), then {reason}"
 
 

@@ -25,23 +25,25 @@ def draw(report: Report, path: str | Path, cycles: int | None = None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    trace = report.trace
+    assert trace is not None, "a report that `model` made has its trace"
     start = report.window[0]
     end = min(report.window[1], start + int(cycles or 2 * report.cycles_per_block))
-    waves = range(len(report.trace.issued))
+    waves = range(len(trace.issued))
     lanes = [(w, lane) for w in waves for lane in (MFMA, VALU, LDS, "wait")]
     figure, axes = plt.subplots(figsize=(14, 1.2 + 0.42 * len(lanes)), layout="constrained")
     for row, (wave, lane) in enumerate(lanes):
         if lane == "wait":
             bars = [
                 (at, cycles)
-                for w, at, cycles, reason in report.trace.stalls
+                for w, at, cycles, reason in trace.stalls
                 if w == wave and reason in ("barrier", "vmcnt", "lgkmcnt")
             ]
         else:
-            bars = [(s.start, s.end - s.start) for s in report.trace.spans if s.wave == wave and s.lane == lane]
+            bars = [(s.start, s.end - s.start) for s in trace.spans if s.wave == wave and s.lane == lane]
         shown = [(at - start, length) for at, length in bars if at + length > start and at < end]
         axes.broken_barh(shown, (row - 0.4, 0.8), facecolors=_COLOURS[lane], linewidth=0)
-    for visit in report.trace.barriers:
+    for visit in trace.barriers:
         if start <= visit.release < end:
             axes.axvline(visit.release - start, color="black", linewidth=0.6, alpha=0.6)
     axes.set_yticks(range(len(lanes)), [f"wave {4 * w}: {_NAMES[lane]}" for w, lane in lanes])

@@ -1,0 +1,351 @@
+"""Rotation and quantisation of Q, and of K and V into a paged cache, each in one pass and one launch.
+
+The numbers are those of `zyfa_backend.quantization` (e4m3fn or int8 codes; see there for NaN and infinities): without
+a rotation bit for bit; with method "butterfly" bit for bit as well; with "dot" the fp32 sums of a rotation come in the
+matrix unit's order and the factors follow as one, so that a value within 2^-20 of the row's norm of a tie may take the
+neighbouring code, and a scale of Q differ in its last bits. The bits of a row depend on that row alone. Of a NaN code
+of e4m3 the sign is not defined. K and V scales lie in [2^-126, 2^125]; they are not checked, which would wait for the
+GPU. The first call for a layout of tensors compiles and makes tables: not while a graph is captured.
+
+Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units read e4m3fnuz.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from . import hadamard
+from . import rotate_quantize_checks as checks
+from .rotate_quantize_checks import FORMATS, ArgumentError, Tensors
+from .rotate_quantize_kernel import rotate_quantize
+
+__all__ = ["ArgumentError", "Tile", "rotate_quantize_q", "rotate_quantize_qkv", "rotate_quantize_write"]
+
+METHODS = ("dot", "butterfly")
+ROWS = 64
+MOST_PLANS = 1024
+SYSTEM_SHARED = 1024  # bytes that CUDA takes of each program's shared memory
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut.
+
+    rows: heads of tokens that a program handles at a time; warps: of a program; stages: tiles in flight; programs: the
+    most that share a multiprocessor; registers: the most of a thread on CUDA, None for the compiler's choice.
+    """
+
+    rows: int = ROWS
+    warps: int = 4
+    stages: int = 4
+    programs: int = 2
+    registers: int | None = None
+
+
+def rotate_quantize_q(
+    q: torch.Tensor,
+    *,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    out: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates Q and quantises it with a dynamic scale per token and head.
+
+    q: [T, Hq, D] bf16, fp16 or fp32, after RoPE, any strides; D in 64, 96, 128, 192 (128 and 64 on the diagonal), or
+    any up to 256 without a rotation. rotation: "hadamard", "signed" or "none" (None means the same).
+    out: codes [T, Hq, D] to write, any strides, uint8 or float8_e4m3fn for "fp8_e4m3", int8 for "int8"; a new tensor
+    (uint8 or int8) without it. scale: fp32 [T, Hq] likewise. method, tile: None for what measures fastest.
+    Returns (codes, scale), q = codes · scale. Raises ArgumentError.
+    """
+    checks.input("q", q)
+    out, scale = _outputs(q, qk_format, out, scale)
+    _launch((q, _bytes(out), scale, *[None] * 8), rotation, qk_format, method, tile)
+    return out, scale
+
+
+def rotate_quantize_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    saturated: torch.Tensor | None = None,
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """Rotates K, quantises K (to qk_format) and V (to e4m3) with static scales and writes both to a paged cache.
+
+    k: [T, Hkv, D], v: [T, Hkv, Dv], bf16, fp16 or fp32, any strides; D as in `rotate_quantize_q`, Dv up to 256.
+    k_cache, v_cache: [num_blocks, block_size, Hkv, D or Dv] of one byte an element (uint8, int8, float8_e4m3fn), any
+    strides. slot_mapping: int32 or int64, of at most T tokens, block · block_size + place; a negative slot is skipped.
+    Slots are not checked against the cache. k_scale, v_scale: fp32 [Hkv] or [1], on the GPU.
+    saturated: int64 [2], to which the numbers of values of K and V that were clipped are added; not counted without it.
+    Raises ArgumentError.
+    """
+    checks.input("k", k)
+    checks.input("v", v)
+    if v.shape[:2] != k.shape[:2] or v.dtype != k.dtype or v.device != k.device:
+        raise ArgumentError(
+            f"v is {list(v.shape)} {v.dtype} on {v.device}, k {list(k.shape)} {k.dtype} on {k.device}; "
+            f"expected the same tokens, heads, dtype and device"
+        )
+    cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
+    _launch((None, None, None, k, v, *cache), rotation, qk_format, method, tile)
+
+
+def rotate_quantize_qkv(
+    qkv: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_head_dim: int | None = None,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    out: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    saturated: torch.Tensor | None = None,
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotate_quantize_q` and `rotate_quantize_write` in one launch, on the output of a fused QKV projection.
+
+    qkv: [T, Hq·D + Hkv·D + Hkv·Dv], Q before K before V, after RoPE; any stride between tokens. Dv is D unless given.
+    Everything else as in the two functions. Returns (codes [T, Hq, D], scale [T, Hq]). Raises ArgumentError.
+    """
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if value < 1:
+            raise ArgumentError(f"{name}={value} is not accepted; it is at least 1")
+    widths = [num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_dim]
+    if qkv.dim() != 2 or qkv.shape[1] != sum(widths):
+        raise ArgumentError(f"qkv is {list(qkv.shape)}; expected [T, {sum(widths)}], {' + '.join(map(str, widths))}")
+    dims = (head_dim, head_dim, v_dim)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(widths, 1), dims, strict=True))
+    for name, part in (("q", q), ("k", k), ("v", v)):
+        checks.input(name, part)
+    out, scale = _outputs(q, qk_format, out, scale)
+    cache = (_bytes(k_cache), _bytes(v_cache), slot_mapping, k_scale, v_scale, saturated)
+    _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, method, tile)
+    return out, scale
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A checked call: what is passed to the kernel after the tensors and the numbers of tokens, and how it runs."""
+
+    tables: tuple[torch.Tensor, torch.Tensor]
+    after: tuple[Any, ...]
+    q_heads: int
+    kv_heads: int
+    tile: Tile
+    processors: int
+    compiled: list[Any]
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+# Which of `_launch`'s tensors have a row for each token: all but caches, scales and counters.
+_OF_TOKENS = (True, True, True, True, True, False, False, True, False, False, False)
+
+
+def _launch(tensors: Tensors, *choices: Any) -> None:
+    """Checks and launches. tensors: q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated.
+
+    Triton binds and specialises arguments anew each time, which takes longer than a short kernel: what doesn't depend
+    on the number of tokens is done once for each layout of the tensors.
+    """
+    q, _, _, k, _, _, _, slots, *_ = tensors
+    device = (k if q is None else q).device  # type: ignore[union-attr]
+    key = (choices, *map(_layout, tensors, _OF_TOKENS))
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(tensors, *choices)
+    else:
+        checks.tokens(tensors)
+    q_tokens = 0 if q is None else q.shape[0]
+    kv_tokens = 0 if slots is None else slots.shape[0]
+    rows = plan.tile.rows
+    tiles = -(-q_tokens * plan.q_heads // rows) + 2 * -(-kv_tokens * plan.kv_heads // rows)
+    if tiles == 0:
+        return
+    grid = (min(tiles, plan.processors * plan.tile.programs), 1, 1)
+    pointers = (plan.tables[0] if t is None else t for t in tensors)  # the kernel doesn't touch what is left out
+    arguments = (*pointers, *plan.tables, q_tokens, kv_tokens, *plan.after)
+    with _on(device):
+        if plan.compiled:
+            plan.compiled[0][grid](*arguments)
+            return
+        options = {} if plan.tile.registers is None else {"maxnreg": plan.tile.registers}
+        made = rotate_quantize[grid](*arguments, num_warps=plan.tile.warps, **options)
+        if made is not None:  # the interpreter compiles nothing
+            plan.compiled.append(made)
+
+
+def _layout(tensor: torch.Tensor | None, of_tokens: bool) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    shape = tensor.shape[1:] if of_tokens else tensor.shape
+    return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+def _plan(
+    tensors: Tensors, rotation: str | None, qk_format: str, method: str | None, tile: Tile | None
+) -> _Plan:
+    """Checks everything. Raises ArgumentError."""
+    q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated = tensors
+    x = k if q is None else q
+    assert x is not None
+    dim, device, v_dim, kv_heads = x.shape[2], x.device, x.shape[2], 0
+    blocks, turn = _rotation(x, rotation, method)
+    if qk_format not in FORMATS:
+        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    if k is not None:
+        assert v is not None and k_cache is not None and v_cache is not None and slots is not None
+        assert k_scale is not None and v_scale is not None
+        kv_heads, v_dim = k.shape[1], v.shape[2]
+        checks.cache("k_cache", k_cache, k, k_cache)
+        checks.cache("v_cache", v_cache, v, k_cache)
+        checks.slots(slots, k)
+        checks.scale("k_scale", k_scale, k)
+        checks.scale("v_scale", v_scale, k)
+        checks.saturated(saturated, device)
+    checks.tokens(tensors)
+    stats = _device(device)
+    tables = _tables(dim, turn, rotation, x.dtype, device)
+    widths = [hadamard.padded(order) for order in blocks] + [1]
+    norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
+    matrix = sum(width**2 for width in widths[:-1]) if turn == "dot" else 0
+    tile = tile or _default_tile(matrix, sum(widths[:-1]), x.element_size(), stats.shared)
+    after = (
+        *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
+        *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
+        # Q_HEADS, KV_HEADS, D0, W0, N0, D1, W1, N1, DV, WV, ROTATE, INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES
+        0 if q is None else q.shape[1], kv_heads, blocks[0], widths[0], norms[0],
+        blocks[1] if len(blocks) > 1 else 0, widths[1], norms[1], v_dim, hadamard.padded(v_dim),
+        turn, qk_format == "int8", stats.native_e4m3, saturated is not None,
+        1 if k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
+    )  # fmt: skip
+    both = (tables[0], tables[-1])
+    return _Plan(both, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
+
+
+def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
+    """Four stages, the fastest on an H200, or as many as let two programs share a multiprocessor.
+
+    matrix, row: elements of the rotation's matrices and of a row; size: bytes of an element; shared: bytes that one
+    program may have, which is about what a multiprocessor has.
+    """
+
+    def used(stages: int) -> int:
+        codes = ROWS * row  # on their way from the matrix unit's layout to rows
+        return (matrix + stages * ROWS * row) * size + codes + SYSTEM_SHARED
+
+    return Tile(stages=next((n for n in (4, 3, 2) if 2 * used(n) <= shared), 2 if used(2) <= shared else 1))
+
+
+def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
+    """(orders of the diagonal blocks, the kernel's ROTATE)."""
+    dim = x.shape[2]
+    if rotation not in (None, *hadamard.ROTATIONS):
+        raise ArgumentError(f"rotation={rotation!r} is not accepted; choose one of {', '.join(hadamard.ROTATIONS)}")
+    if method not in (None, *METHODS):
+        raise ArgumentError(f"method={method!r} is not accepted; choose one of {', '.join(METHODS)}")
+    if rotation in (None, "none"):
+        return (dim,), "none"
+    if dim not in hadamard.BLOCKS:
+        accepted = ", ".join(map(str, hadamard.BLOCKS))
+        raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
+    if method == "butterfly" and dim == 96:
+        raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
+    return hadamard.BLOCKS[dim], method or ("butterfly" if x.dtype == torch.float32 and dim != 96 else "dot")
+
+
+@lru_cache(maxsize=64)
+def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What the kernel reads for each diagonal block: the padded matrix for "dot", signs for "butterfly"."""
+    if turn == "none":
+        return (torch.zeros(1, device=device),)
+    if turn == "dot":
+        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+        return hadamard.matrices(dim, rotation, torch.float32 if device.type == "cpu" else dtype, device)
+    signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
+    return tuple(part.contiguous().to(device) for part in signs.split(hadamard.BLOCKS[dim]))
+
+
+@dataclass(frozen=True)
+class _Device:
+    """processors; whether it converts to OCP e4m3 itself; bytes of shared memory that a program may have."""
+
+    processors: int
+    native_e4m3: bool
+    shared: int
+
+
+@lru_cache(maxsize=16)
+def _device(device: torch.device) -> _Device:
+    if device.type == "cpu":  # Triton's interpreter
+        return _Device(1, False, 1 << 20)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        native = properties.gcnArchName.startswith(("gfx95", "gfx12"))
+    else:
+        native = (properties.major, properties.minor) >= (8, 9)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return _Device(properties.multi_processor_count, native, shared)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _strides(tensor: torch.Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()
+
+
+def _scale_stride(scale: torch.Tensor | None) -> tuple[int]:
+    return (0,) if scale is None or scale.numel() == 1 else (scale.stride(0),)
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as uint8; what is none stays as it is, for the checks to refuse."""
+    return codes.view(torch.uint8) if codes.dtype in (torch.int8, torch.float8_e4m3fn) else codes
+
+
+def _outputs(
+    q: torch.Tensor, qk_format: str, out: torch.Tensor | None, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if qk_format not in FORMATS:
+        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    accepted = (torch.int8,) if qk_format == "int8" else (torch.uint8, torch.float8_e4m3fn)
+    if out is None:
+        out = torch.empty(q.shape, dtype=accepted[0], device=q.device)
+    if scale is None:
+        scale = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    checks.expect("out", out, q.shape, accepted, q.device)
+    checks.expect("scale", scale, q.shape[:2], (torch.float32,), q.device)
+    return out, scale

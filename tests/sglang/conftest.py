@@ -1,0 +1,39 @@
+"""Tests of the SGLang plugin run where SGLang can be imported; elsewhere they are skipped and say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ABSENT = "SGLang is not installed here; examples/setup_sglang_cpu.py makes an environment that has it"
+# Before SGLang is imported: it decides then which platform it runs on.
+if not any("cuda" in word for word in sys.argv):
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+
+class _Skipped(pytest.Module):
+    def collect(self):
+        pytest.skip(ABSENT, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if importlib.util.find_spec("sglang") is None:
+        return _Skipped.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the unit tests keep their tensors: `--device cuda` moves them to a GPU."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test means the switches that it sets itself."""
+    for name in [name for name in os.environ if name.startswith("ZYFA_")]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,116 @@
+"""The serving part over HTTP, against a small server that fails on demand, and against the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import fake_vllm
+from zyfa_backend.bench import presets, serving
+from zyfa_backend.bench.errors import BenchError
+from zyfa_backend.compare.server import ServerError
+
+FAKE = Path(fake_vllm.__file__)
+QUICK = serving.Settings(prompts=(64, 128), repeats=3, concurrency=2, startup_timeout_s=60, request_timeout_s=20)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Puts the fake in vllm's place; returns a preset that its context holds."""
+    script = tmp_path / "vllm"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} {FAKE} \"$@\"\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(serving, "vllm_executable", lambda: str(script))
+    monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
+    for name in [name for name in os.environ if name.startswith(("ZYFA_", "VLLM_"))]:
+        monkeypatch.delenv(name)
+    mistral = presets.load("mistral-7b-v0.3")
+    return replace(mistral, config={**mistral.config, "vocab_size": 256, "max_position_embeddings": 400})
+
+
+def measure(preset, names, define=(), settings=QUICK, logs=None):
+    notes, skipped = [], []
+    chosen = serving.select(list(names), list(define))
+    rows = serving.measure(preset, chosen, settings, notes.append, skipped, None, logs)
+    return rows, skipped, notes
+
+
+def test_rows_of_every_server_and_length(fake, tmp_path):
+    rows, skipped, _ = measure(fake, ["lean"], logs=tmp_path / "logs")
+    assert [(row["kernel"], row["shape"].split()[-1]) for row in rows] == [
+        ("baseline", "64"), ("baseline", "128"), ("lean", "64"), ("lean", "128"),
+    ]  # fmt: skip
+    for row in rows:
+        assert len(row["ttft_s_all"]) == len(row["prefill_tokens_s_all"]) == QUICK.repeats
+        assert 0 < row["ttft_s"] < 5 and row["prefill_tokens_s"] > 10 and row["tflops"] is None
+    base, lean = rows[0], rows[2]
+    assert base["ttft_over_baseline"] == 1 and lean["ttft_over_baseline"] == lean["ttft_s"] / base["ttft_s"]
+    assert lean["ratio_to"] == {"baseline": base["ttft_s"] / lean["ttft_s"]}
+    assert base["ran"] == "CPU_ATTN" and lean["ran"] == "fake/prefill + fake/decode"
+    json.dumps(rows, allow_nan=False)
+    assert not skipped and {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "mistral-7b-v0.3-baseline.log", "mistral-7b-v0.3-lean.log",
+    }  # fmt: skip
+
+
+def test_what_is_served(fake, tmp_path):
+    measure(fake, ["lean"], settings=replace(QUICK, server_rounds=2, args=("--dtype", "bfloat16")))
+    starts = [json.loads(line) for line in (tmp_path / "starts").read_text().splitlines()]
+    assert len(starts) == 4  # the servers take turns: baseline, lean, baseline, lean
+    assert [start["env"].get("VLLM_ATTENTION_BACKEND") for start in starts] == [None, "ZYFA", None, "ZYFA"]
+    line = shlex.join(starts[1]["argv"])
+    assert "--load-format dummy --skip-tokenizer-init" in line and "--max-model-len 129" in line
+    assert line.endswith("--kv-cache-dtype fp8 --dtype bfloat16")
+    assert "--kv-cache-dtype" not in shlex.join(starts[0]["argv"])
+
+
+def test_a_server_that_fails_is_named_and_the_others_go_on(fake):
+    rows, skipped, notes = measure(fake, ["broken", "lean"], ["broken=FAKE_DIE=1"])
+    assert {row["kernel"] for row in rows} == {"baseline", "lean"}
+    assert [entry["kernel"] for entry in skipped] == ["broken"]
+    assert "ValueError: the root of it" in skipped[0]["reason"]
+
+
+def test_a_zyfa_server_that_ran_no_zyfa_kernel_is_no_result(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_NO_STATS", "1")
+    rows, skipped, _ = measure(fake, ["lean"])
+    assert {row["kernel"] for row in rows} == {"baseline"}
+    assert "ran no ZYFA kernel" in skipped[0]["reason"]
+
+
+def test_without_the_baseline_there_is_nothing_to_compare(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_DIE", "1")
+    with pytest.raises(ServerError, match="the root of it"):
+        measure(fake, ["lean"])
+
+
+def test_the_choice_of_servers():
+    assert [v.name for v in serving.select([], [])] == ["baseline", "engine-fp8", "lean"]
+    assert [v.name for v in serving.select(["int8", "baseline", "int8"], [])] == ["baseline", "int8"]
+    assert [v.name for v in serving.select([], ["mine=--block-size 64"])][-1] == "mine"
+    with pytest.raises(BenchError, match="leen are not known; choose from baseline, engine-fp8, exact, lean"):
+        serving.select(["leen"], [])
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_the_real_engine_serves_facts_without_weights_or_tokenizer(monkeypatch):
+    """Two layers of Qwen3's kind, with the engine's own attention and with ZYFA."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    qwen = presets.load("qwen3-8b")
+    small = {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    settings = serving.Settings(prompts=(128, 512), repeats=2, concurrency=2)
+    rows, skipped, _ = measure(replace(qwen, config={**qwen.config, **small}), ["lean"], settings=settings)
+    assert not skipped and len(rows) == 4
+    assert {row["ran"].split("/")[0] for row in rows if row["kernel"] == "lean"} == {"torch"}
+    assert all(row["ttft_s"] > 0 and row["prefill_tokens_s"] > 0 for row in rows)

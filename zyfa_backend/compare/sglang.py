@@ -1,0 +1,116 @@
+"""What compare needs to know of SGLang: its API, its variants, and what its log tells."""
+
+from __future__ import annotations
+
+import functools
+import re
+import uuid
+from importlib import metadata
+from typing import Any
+
+from .client import Client, ClientError, Continuation, parse_prompt_logprobs
+from .metrics import TopK
+from .variants import BASELINE, KNOWN, NOISE, Variant
+
+
+class SglangClient(Client):
+    """One server of SGLang: its native /generate, which takes token ids and returns log-probabilities of a prompt."""
+
+    def version(self) -> str:
+        try:
+            return str(self._request("GET", "/server_info")["version"])
+        except (ClientError, KeyError):
+            return "unknown"
+
+    def score(self, ids: list[int], top_k: int) -> TopK:
+        body = self._generate_body(ids, 1, return_logprob=True, logprob_start_len=0, top_logprobs_num=top_k)
+        meta = self._request("POST", "/generate", body).get("meta_info", {})
+        own, top = meta.get("input_token_logprobs") or [], meta.get("input_top_logprobs") or []
+        if len(own) != len(ids) or len(top) != len(ids):
+            raise ClientError(f"{self.url} returned no prompt log-probabilities; compare needs a server of SGLang")
+        listed = [
+            {str(token): {"logprob": value} for value, token, _ in (*entries, actual)}
+            for entries, actual in zip(top[1:], own[1:], strict=True)
+        ]
+        return parse_prompt_logprobs(listed, ids[1:])
+
+    def generate(self, ids: list[int], max_tokens: int) -> Continuation:
+        body = self._generate_body(ids, max_tokens, stream=True)
+        # Each event repeats the tokens before it.
+        return self._stream("/generate", body, max_tokens, lambda event, _: list(event.get("output_ids") or []))
+
+    def _generate_body(self, ids: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
+        return {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
+            # Keeps every request out of another's cached prefix, also on a server that caches prefixes.
+            "extra_key": uuid.uuid4().hex,
+            **extra,
+        }
+
+
+@functools.cache
+def on_cpu() -> bool:
+    """Whether servers started here run on a CPU: by the torch that is installed."""
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def known() -> dict[str, Variant]:
+    """The variants by name. On a GPU ZYFA prefills and the engine decodes."""
+    return _variants("--attention-backend" if on_cpu() else "--prefill-attention-backend")
+
+
+@functools.cache
+def _variants(flag: str) -> dict[str, Variant]:
+    found = {}
+    for name, variant in KNOWN.items():
+        if name in (BASELINE, NOISE):
+            found[name] = variant
+        else:
+            args = (flag, "zyfa", "--kv-cache-dtype", "fp8_e4m3")
+            found[name] = Variant(name, {"ZYFA_CONFIG": name}, args, what=variant.what)
+    return found
+
+
+UNQUANTISED = Variant(
+    NOISE,
+    {"ZYFA_CONFIG": "unquantized"},
+    ("--attention-backend", "zyfa", "--kv-cache-dtype", "auto"),
+    what="ZYFA with quantisation off, as the noise band",
+)
+
+
+def second_baseline(platform: str, backend: str) -> Variant:
+    """What serves as the noise band: another unquantised backend of the engine, or ZYFA with quantisation off."""
+    if platform not in ("cuda", "rocm") or backend not in ("fa3", "fa4", "flashinfer", "aiter"):
+        return UNQUANTISED
+    return Variant(NOISE, {}, ("--attention-backend", "triton"), what="the engine's triton, as the noise band")
+
+
+def attention_backend(log: str) -> str:
+    """The attention backend that the engine resolved to, from the arguments that it logs."""
+    prefill, decode, both = (_argument(log, name) for name in _BACKENDS)
+    prefill, decode = prefill or both, decode or both
+    if not prefill or not decode:
+        return "unknown"
+    return prefill if prefill == decode else f"{prefill} + {decode}"
+
+
+_BACKENDS = ("prefill_attention_backend", "decode_attention_backend", "attention_backend")
+
+
+def platform_of(log: str) -> str:
+    """"cpu", "cuda", "rocm" or "unknown", from the arguments that the engine logs."""
+    device = _argument(log, "device")
+    if device == "cuda" and "aiter" in attention_backend(log):
+        return "rocm"
+    return device or "unknown"
+
+
+def _argument(log: str, name: str) -> str | None:
+    """The last value of an argument in `server_args={…}` or `ServerArgs(…)`; None where it is None or not there."""
+    found = re.findall(rf"\b{name}(?:': |=)(?:'([^']*)'|None)", log)
+    return found[-1] or None if found else None

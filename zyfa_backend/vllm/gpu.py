@@ -1,0 +1,311 @@
+"""ZYFA on a GPU under vLLM: FP8 prefill by ZYFA's kernels, decode by the engine's own over the same cache.
+
+The cache has the layout of vLLM's Triton backend. K lies in it rotated, so the engine's decode gets a rotated query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from zyfa_backend import dispatch, rotation, settings
+from zyfa_backend.device_scales import DeviceScales
+from zyfa_backend.serving import QUANTIZED_CACHES, announce, cache_config_for
+from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
+
+_SATURATION_INTERVAL = 64  # writes of a layer between two looks at its counter of saturated values
+
+
+class ZyfaGpuBackend(TritonAttentionBackend):
+    """Prefill over a paged cache of rotated FP8 K and FP8 V; decode is vLLM's `unified_attention`."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list] = list(QUANTIZED_CACHES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "ZYFA"
+
+    @staticmethod
+    def get_impl_cls() -> type[ZyfaGpuImpl]:
+        return ZyfaGpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ZyfaGpuMetadataBuilder]:
+        return ZyfaGpuMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [qk for qk, v in dispatch.GPU_DIMS if qk == v]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in cls.get_supported_head_sizes()
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size in (None, 16, 32, 64, 128)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        # Calibrated scales do not travel with the blocks.
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec):
+        return spec
+
+    @classmethod
+    def validate_configuration(cls, *args, **kwargs) -> list[str]:
+        """Reasons against a layer, each with its value; empty when ZYFA serves it."""
+        return explain_reasons(cls, super().validate_configuration(*args, **kwargs), kwargs)
+
+
+@dataclass
+class Prefills:
+    """The requests of a step that are prefilled, in the terms of `zyfa_kernels.triton.prefill`."""
+
+    first_token: int
+    cu_seqlens_q: torch.Tensor
+    seqlens_k: torch.Tensor
+    block_table: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass
+class ZyfaGpuMetadata(TritonAttentionMetadata):
+    """One step's batch: decodes come first, with metadata of the engine's own, then prefills."""
+
+    decodes: TritonAttentionMetadata | None = None
+    prefills: Prefills | None = None
+
+
+class ZyfaGpuMetadataBuilder(TritonAttentionMetadataBuilder):
+    # Whole-step graphs hold decodes alone; with prefills in the batch, attention runs between the pieces of a graph.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    supports_draft_decode_metadata_update = False
+    reorder_batch_threshold: int = 1
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ZyfaGpuMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise dispatch.Unsupported(f"causal={common.causal!r} is not supported; ZYFA serves causal decoders")
+        engine = super().build(common_prefix_len, common, fast_build)
+        # A last prompt token that is computed alone is still prefill: its bits must not depend on how it was chunked.
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
+            common, treat_short_extends_as_decodes=common.is_prefilling is None
+        )
+        metadata = ZyfaGpuMetadata(**{field.name: getattr(engine, field.name) for field in fields(engine)})
+        if decodes:
+            metadata.decodes = engine if not prefills else replace(
+                engine,
+                num_actual_tokens=decode_tokens,
+                max_query_len=1,
+                query_start_loc=engine.query_start_loc[: decodes + 1],
+                seq_lens=engine.seq_lens[:decodes],
+                block_table=engine.block_table[:decodes],
+            )
+        if prefills:
+            starts = engine.query_start_loc[decodes:]
+            metadata.prefills = Prefills(
+                first_token=decode_tokens,
+                cu_seqlens_q=starts - decode_tokens if decode_tokens else starts,
+                seqlens_k=engine.seq_lens[decodes:],
+                block_table=engine.block_table[decodes:],
+                max_seqlen_q=engine.max_query_len,
+                max_seqlen_k=engine.max_seq_len,
+            )
+        return metadata
+
+
+class ZyfaGpuImpl(TritonAttentionImpl):
+    """One layer. `self.scale` is the engine's decode's: with the norm that the rotation of its query leaves out."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        from vllm.config import get_current_vllm_config
+
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name,
+        )
+        self.supports_quant_query_input = False  # it is quantised here, after its rotation
+        self.softmax_scale = float(scale)
+        self.window = sliding_window - 1 if sliding_window is not None else None
+        vllm_config = get_current_vllm_config()
+        self.config = cache_config_for(kv_cache_dtype, settings.load().config, vllm_config.cache_config.cache_dtype)
+        self._store = store_for(vllm_config, self.config)
+        self._device = torch.device(vllm_config.device_config.device_type, torch.accelerator.current_device_index())
+        self._turn = _unnormalised(head_size, self.config.rotation, vllm_config.model_config.dtype, self._device)
+        if self._turn is not None:
+            self.scale = self.softmax_scale * head_size**-0.5
+        self._kernels = {
+            phase: dispatch.select(dispatch.Shape(head_size, head_size, phase, self.config), str(self._device))
+            for phase in ("causal", "decode")
+        }
+        self._write_kernel = f"triton/rotate-quantize-hd{head_size}"
+        self._scales: DeviceScales | None = None
+        self._saturated = torch.zeros(2, dtype=torch.int64, device=self._device)
+        announce(
+            f"ZYFA serves layers with {num_heads} query and {num_kv_heads} KV heads of {head_size}"
+            f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
+            f"decode {self._kernels['decode']}, cache {kv_cache_dtype}, rotation {self.config.rotation} on "
+            f"{self._device}"
+        )
+
+    def attach(self, name: str) -> None:
+        """Check, at start-up, that the loaded scales know layer `name`. Raises ConfigError."""
+        self._store.check(name, self.num_kv_heads)
+
+    def fused_output_quant_supported(self, quant_key) -> bool:
+        return False
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: ZyfaGpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention over the cache, which `do_kv_cache_update` has already written.
+
+        query [T, Hq, D]; kv_cache [blocks, Hkv, block size, 2·D], K before V; output [T, Hq, D], written in place.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("ZYFA writes no quantised output")
+        if attn_metadata is None:
+            return output.zero_()
+        scales = self._layer_scales(layer)
+        if (decodes := attn_metadata.decodes) is not None:
+            tokens = decodes.num_actual_tokens
+            turned = query[:tokens] if self._turn is None else query[:tokens] @ self._turn
+            engine = SimpleNamespace(_q_scale=None, _k_scale=scales.k, _v_scale=scales.v)
+            super().forward(engine, turned, key, value, kv_cache, decodes, output[:tokens])
+            dispatch.counters.add(self._kernels["decode"], tokens)
+        if (prefills := attn_metadata.prefills) is not None:
+            rows = slice(prefills.first_token, attn_metadata.num_actual_tokens)
+            self._prefill(scales, query[rows], kv_cache, prefills, output[rows])
+        return output
+
+    def _prefill(self, scales: DeviceScales, query, kv_cache, prefills: Prefills, output) -> None:
+        from zyfa_kernels.triton.prefill import prefill
+        from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q
+
+        codes, q_scale = rotate_quantize_q(query, rotation=self.config.rotation, qk_format=self.config.qk_format)
+        k_cache, v_cache = self._halves(kv_cache)
+        prefill(
+            codes, q_scale, k_cache, v_cache, scales.k, scales.v,
+            cu_seqlens_q=prefills.cu_seqlens_q,
+            seqlens_k=prefills.seqlens_k,
+            block_table=prefills.block_table,
+            max_seqlen_q=prefills.max_seqlen_q,
+            max_seqlen_k=prefills.max_seqlen_k,
+            softmax_scale=self.softmax_scale,
+            causal=True,
+            window=self.window,
+            p=self.config.probabilities,
+            qk_format=self.config.qk_format,
+            offset=self.config.offset,
+            delta=self.config.delta,
+            out=output.view(query.shape),
+        )  # fmt: skip
+        dispatch.counters.add(self._kernels["causal"], query.shape[0])
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate K, quantise both and write them at `slot_mapping` [T]; slot -1 is skipped."""
+        from zyfa_kernels.triton.rotate_quantize import rotate_quantize_write
+
+        tokens = slot_mapping.shape[0]
+        key, value = key[:tokens], value[:tokens]
+        scales = self._layer_scales(layer)
+        if not scales.frozen:
+            scales.offer(key, value, slot_mapping)
+        k_cache, v_cache = self._halves(kv_cache)
+        rotate_quantize_write(
+            key, value, k_cache, v_cache, slot_mapping, scales.k, scales.v, rotation=self.config.rotation,
+            qk_format=self.config.qk_format,
+        )  # fmt: skip
+        dispatch.counters.add(self._write_kernel, tokens)
+
+    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V bytes as [blocks, block size, Hkv, D] views."""
+        k, v = kv_cache.view(torch.uint8).transpose(1, 2).split(self.head_size, dim=-1)
+        return k, v
+
+    def _layer_scales(self, layer) -> DeviceScales:
+        if self._scales is None:
+            known = checkpoint_scales(layer)
+            self._scales = DeviceScales(self._store, layer.layer_name, self.num_kv_heads, known, self._device)
+        return self._scales
+
+
+def _unnormalised(dim: int, kind: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """The rotation times sqrt(D): ones and minus ones, exact in any dtype. None where nothing is rotated."""
+    if kind == "none":
+        return None
+    return (rotation.matrix(dim, kind, torch.float64) * dim**0.5).round().to(dtype).to(device)
