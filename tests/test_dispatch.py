@@ -23,7 +23,7 @@ from zyfa_backend.stats import Counters
         (dispatch.Shape(128, 128), "torch/fp8-hd128-causal-lean"),
         (dispatch.Shape(128, 128, "full", EXACT), "torch/fp8-hd128-full-exact"),
         (dispatch.Shape(192, 128, "causal", EXACT), "torch/fp8-mla-causal-exact"),
-        (dispatch.Shape(64, 64, "decode", INT8), "numba/int8-hd64-decode-lean"),
+        (dispatch.Shape(64, 64, "decode", INT8), "torch/int8-hd64-decode-lean"),
         (dispatch.Shape(128, 128, "causal", UNQUANTIZED, "bf16"), "torch/bf16-hd128-causal"),
     ],
 )

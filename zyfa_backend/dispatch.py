@@ -61,7 +61,7 @@ def select(shape: Shape, device: str = "cpu") -> str:
         return _select_gpu(shape)
     if kind != "cpu":
         raise Unsupported(f"device {device!r} has no kernel; ZYFA runs on cpu and cuda")
-    return f"{'numba' if shape.phase == 'decode' else 'torch'}/{kernel_name(shape)}"
+    return f"torch/{kernel_name(shape)}"
 
 
 def _select_gpu(shape: Shape) -> str:
@@ -93,10 +93,9 @@ def explain(shape: Shape, device: str = "cpu") -> str:
 
 
 _REASONS = {
-    "torch": "the torch reference; it runs wherever torch does and is the only prefill on a CPU",
+    "torch": "the torch reference; it runs wherever torch does and is the only prefill on a CPU, where vLLM's decode is compiled",
     "triton": "Triton's FP8 prefill; the gfx950 assembly has not run on a GPU yet",
     "engine": "the engine's own decode over ZYFA's cache, with a rotated query",
-    "numba": "loops that numba compiles, over the engine's cache on a CPU",
 }
 
 

@@ -156,6 +156,8 @@ class ZyfaAttentionImpl(AttentionImpl[ZyfaMetadata]):
             phase: dispatch.select(dispatch.Shape(head_size, head_size, phase, self.config, dtype), device)
             for phase in ("causal", "decode")
         }
+        # The reference's decode in loops over this cache's layout.
+        self._kernels["decode"] = self._kernels["decode"].replace("torch/", "numba/")
         fused_cache.compile_for(torch.uint8 if self.config.quantized else vllm_config.model_config.dtype, self.config)
         self._write_kernel = f"{'numba/rotate-quantize' if self.config.quantized else 'torch/write'}-hd{head_size}"
         announce(
