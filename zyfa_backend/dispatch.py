@@ -93,7 +93,7 @@ def explain(shape: Shape, device: str = "cpu") -> str:
 
 
 _REASONS = {
-    "torch": "the torch reference; it runs wherever torch does and is the only prefill on a CPU, where vLLM's decode is compiled",
+    "torch": "the torch reference; it runs wherever torch does, and on a CPU nothing else does the prefill",
     "triton": "Triton's FP8 prefill; the gfx950 assembly has not run on a GPU yet",
     "engine": "the engine's own decode over ZYFA's cache, with a rotated query",
 }
