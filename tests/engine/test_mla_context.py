@@ -46,10 +46,12 @@ def test_context_merges_to_the_whole(preset: str, bound: float, monkeypatch) -> 
     new = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, NEW, strict=True)])
 
     ours = backend(preset, monkeypatch)
-    ours.prepare_metadata(SimpleNamespace(query_start_loc=offsets(NEW)))
+    ours.prepare_metadata(SimpleNamespace(query_start_loc=offsets(NEW), max_query_len=max(NEW)))
     before = dispatch.counters.snapshot()["kernels"]
     suffix, suffix_lse = ours.run_prefill_new_tokens(q, k[new], v[new], return_softmax_lse=True)
-    chunk = SimpleNamespace(query_start_loc=offsets(NEW), cu_seq_lens=offsets(CONTEXT))
+    chunk = SimpleNamespace(
+        query_start_loc=offsets(NEW), max_query_len=max(NEW), cu_seq_lens=offsets(CONTEXT), max_seq_len=max(CONTEXT)
+    )
     prefix, prefix_lse = ours.run_prefill_context_chunk(chunk, q, k[context], v[context])
     after = dispatch.counters.snapshot()["kernels"]
     stem = dispatch.kernel_name(dispatch.Shape(192, 128, "full", parse(preset)))

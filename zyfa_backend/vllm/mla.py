@@ -77,10 +77,11 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
 
     def _run(self, q, k, v, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, longest, phase: str):
         """(out, lse). longest: the most queries and keys of a request, as the host knows them."""
-        dispatch.counters.add(self._kernels[phase], q.shape[0])
         if q.device.type != "cpu":
+            dispatch.counters.add(self._kernels[phase], q.shape[0])
             return _run_on_gpu(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, self.scale, phase == "causal", self.config)
         tokens, keys = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
+        dispatch.counters.add(self._kernels[phase], tokens)
         return reference.attention(
             q[:tokens],
             k[:keys],
