@@ -38,13 +38,15 @@ class Engine:
     url: str
     stats: Path
     server: Server
+    # One for all threads: making a client takes longer than a tiny model needs for an answer.
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=300))
 
     @property
     def log(self) -> str:
         return self.server.log_text()
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
-        answer = httpx.post(self.url + path, json=body, timeout=timeout)
+        answer = self.client.post(self.url + path, json=body, timeout=timeout)
         assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text[:2000]}\n{self.log[-3000:]}"
         return answer.json()
 

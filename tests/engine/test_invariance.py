@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
 
-from tests.engine.serving import FP8, ZYFA, counters, parse, ragged_prompts, serve
+from tests.engine.serving import FP8, ZYFA, Answer, counters, parse, ragged_prompts, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -55,8 +56,14 @@ def test_concurrent_and_preempted_equals_alone(checkpoint, tmp_path, scales) -> 
     with serve(checkpoint("tiny-qwen3"), tmp_path, *arguments, env=scales) as engine:
         alone = [engine.complete(ids, 100, cache_salt=f"alone{i}") for i, ids in enumerate(prompts)]
         assert engine.metric("vllm:num_preemptions_total") == 0
-        with ThreadPoolExecutor(8) as pool:
-            together = list(pool.map(lambda ids: engine.complete(ids, 100), prompts))
+        start = Barrier(len(prompts))
+
+        def ask(ids: list[int]) -> Answer:
+            start.wait()
+            return engine.complete(ids, 100)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(ask, prompts))
         assert engine.metric("vllm:num_preemptions_total") > 0
     for a, b in zip(alone, together, strict=True):
         assert a.tokens == b.tokens
