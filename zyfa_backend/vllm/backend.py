@@ -28,6 +28,9 @@ from zyfa_backend.serving import (
     report_saturation,
 )
 from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
+from zyfa_backend.vllm.kernel_scan import hide_llvmlite
+
+hide_llvmlite()
 
 
 class ZyfaAttentionBackend(AttentionBackend):
