@@ -50,7 +50,6 @@ def test_model(name: str, checkpoint, tmp_path) -> None:
     assert expected <= set(counts) and not [kernel for kernel in counts if kernel.startswith("torch/")]
     assert counts[f"triton/fp8-{shape}-causal-lean"]["tokens"] >= layers * 2 * (sum(LENGTHS) - LENGTHS.count(1))
     if not mla:  # the second round comes after calibration, so it is the one that repeats
-        third = again
         with launch(checkpoint, tmp_path, name, *FP8, env=ZYFA, label="-second") as engine:
             answers(engine, prompts)
             third = answers(engine, prompts)

@@ -24,8 +24,6 @@ from zyfa_backend.device_scales import DeviceScales
 from zyfa_backend.serving import QUANTIZED_CACHES, announce, cache_config_for
 from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
 
-_SATURATION_INTERVAL = 64  # writes of a layer between two looks at its counter of saturated values
-
 
 class ZyfaGpuBackend(TritonAttentionBackend):
     """Prefill over a paged cache of rotated FP8 K and FP8 V; decode is vLLM's `unified_attention`."""
@@ -198,7 +196,6 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         }
         self._write_kernel = f"triton/rotate-quantize-hd{head_size}"
         self._scales: DeviceScales | None = None
-        self._saturated = torch.zeros(2, dtype=torch.int64, device=self._device)
         announce(
             f"ZYFA serves layers with {num_heads} query and {num_kv_heads} KV heads of {head_size}"
             f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
