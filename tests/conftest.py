@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ def smollm2_hd128(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from zyfa_backend.models.make import make
 
     return Path(make("smollm2-hd128", tmp_path_factory.mktemp("smollm2") / "smollm2-hd128")["path"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Each process of `pytest -n` keeps to one core, with the servers it starts: threads in each other's way spin."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

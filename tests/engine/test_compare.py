@@ -20,10 +20,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LAYERS, WINDOWS, PROMPTS, TOKENS = 2, 4, 16, 32
 SETTINGS = ("--tokens=1200", "--context=300", f"--prompts={PROMPTS}", f"--max-tokens={TOKENS}", "--top-k=512")
 
+EAGER = "--server-arg=--enforce-eager"  # compiling takes longer than what is measured here
+
 
 def command(model: Path, out: Path, *arguments: str) -> list[str]:
     zyfa = [sys.executable, "-m", "zyfa_backend.cli", "compare", str(model), "--out", str(out)]
-    return [*zyfa, *SETTINGS, "--server-arg=--max-model-len=1024", *arguments]
+    return [*zyfa, *SETTINGS, "--server-arg=--max-model-len=1024", EAGER, *arguments]
 
 
 def members(group: int) -> list[int]:
@@ -116,7 +118,7 @@ def rows(checkpoint, tmp_path_factory):
     variants = "--variants=lean,lean-no-rotation,int8"
     asked = [sys.executable, "-m", "zyfa_backend.cli", "compare", str(checkpoint("smollm2-hd128"))]
     asked += ["--out", str(tmp_path_factory.mktemp("compare") / "out"), "--tokens=8192", "--context=2048"]
-    asked += ["--prompts=0", variants, "--json"]
+    asked += ["--prompts=0", variants, EAGER, "--json"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)["variants"]}
