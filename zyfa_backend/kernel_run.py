@@ -23,7 +23,7 @@ DEVICES = ("emulator", "gpu")
 PEAKED = 6.0  # factor on the queries: a few keys take nearly all weight
 TILE = 128  # keys after which these kernels renew the running maximum
 HEAD_DIM = 128
-# Where an output is next to zero, fp32 sums in another order differ by up to 1.3e-6 of the outputs' size (of 628 million).
+# Next to zero, fp32 sums in another order differ by up to 1.3e-6 of the outputs' size (seen in 628 million elements).
 NEAR_ZERO = 2e-6
 MAX_TOKENS, MAX_HEADS, MAX_SEED = 1 << 20, 1024, (1 << 63) - 1
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
