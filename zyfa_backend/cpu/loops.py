@@ -2,7 +2,8 @@
 
 Torch needs some 250 calls a layer for this, which cost more than the arithmetic. Rotation and quantisation give the
 bits of `rotation` and `quantization`; decode follows `reference_tiles` step by step, up to the order of the sums over
-channels and keys.
+channels and keys. All in one file: numba's machine code on disk is renewed when a function's own file changes, and not
+when one does that it calls into.
 """
 
 from __future__ import annotations
