@@ -17,9 +17,13 @@ F32 = np.float32
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
 def fma(a, b, c):
     """a * b + c with one rounding to fp32 (fp64 holds the product exactly)."""
-    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(F32)
+    return (f64(a) * f64(b) + f64(c)).astype(F32)
 
 
 def attend(p: Problem, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -45,18 +49,18 @@ def attend(p: Problem, window: int | None = None) -> tuple[np.ndarray, np.ndarra
         numerator, total = np.zeros((tq, 128)), np.zeros((tq, 1))
         for tile in range(0, scores.shape[1], 128):
             new = np.maximum(top, scores[:, tile : tile + 128].max(1, keepdims=True))
-            alpha = np.exp2(np.float64(c) * np.float64(top - new))
+            alpha = np.exp2(f64(c) * f64(top - new))
             numerator, total = numerator * alpha, total * alpha
             for first in (tile, tile + 64):
                 x = scores[:, first : first + 64]
                 minus_k = np.maximum(np.ceil(c * (x.max(1, keepdims=True) - new)), F32(-100))
                 codes = _lean(x, c, new, minus_k, p.config.delta) if lean else _exact(x, c, new, minus_k)
-                weights = E4M3[codes] * np.exp2(np.float64(minus_k) - 8)
+                weights = E4M3[codes] * np.exp2(f64(minus_k) - 8)
                 numerator += weights @ values[first : first + 64]
                 total += weights.sum(1, keepdims=True)
             top = new
         out[:, head] = numerator / total * np.float64(p.v.scale.numpy()[kv])
-        lse[head] = (math.log(2) * (np.float64(c) * top + np.log2(total)))[:, 0]
+        lse[head] = (math.log(2) * (f64(c) * top + np.log2(total)))[:, 0]
     return out, lse
 
 
