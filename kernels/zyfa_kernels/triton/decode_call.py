@@ -19,6 +19,7 @@ LEAST_TILES = 2  # of a split
 LEAST_MOST_SPLITS, MOST_SPLITS_OF_HEADS = 32, 256
 PROGRAMS = 1024  # about as many share the splits, however many there could be
 COMBINED_AT_ONCE = 16
+THREADS = 256  # of a program: with 128, Hopper's registers do not hold a tile of V widened to fp16
 
 
 def most_splits(kv_heads: int) -> int:
@@ -50,13 +51,14 @@ class DecodeCall:
         form = (int8, target.native)
         code = torch.int8 if int8 else torch.uint8
         key = (q.device, out.dtype)
+        warps = THREADS // (64 if torch.version.hip else 32)
         self.maxima = Launch(
             maxima_kernel,
             (*q.stride()[:2], *k.stride()[:3], group, parts, *dims, k.shape[1], window is not None, *form, *cut, tile_m)
             + (TILE,),
             {0: code, 1: code},
             key,
-            num_warps=4,
+            num_warps=warps,
         )
         self.attend = Launch(
             attend_kernel,
@@ -64,7 +66,7 @@ class DecodeCall:
             + (k.shape[1], window is not None, p == "lean", *form, target.ptx, float(offset), *cut, tile_m, TILE),
             {0: code, 2: code, 3: torch.uint8},
             key,
-            num_warps=4,
+            num_warps=warps,
         )
         self.combine = Launch(
             combine_kernel,

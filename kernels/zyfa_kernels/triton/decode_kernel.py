@@ -9,7 +9,8 @@ would give it, a split must start from the maximum of the splits before it:
 3. `combine_kernel` adds the splits up in their order.
 
 What is read twice is K, beyond the first split's length. Splits follow from a row's own length alone. Codes of FP8 are
-widened to fp16, in which products are exact: decode waits for memory, not for them.
+widened to fp16, in which products are exact: decode waits for memory, not for them. The queries of a key-value head are
+the narrow side of each product, so that warps share the keys, then the channels of V, between them.
 """
 
 from __future__ import annotations
@@ -93,20 +94,20 @@ def _products(
     """fp32 q·k [M, TILE]; -inf where a key is not live, NaN where it is not finite."""
     rows = _row_pointers(k_head, key, block_table, seq, table_stride, 0, k_stride_b, k_stride_t, live, BLOCK)
     k1 = tl.load(rows[:, None] + tl.arange(0, D1)[None, :], mask=live[:, None], other=0)
-    s = tl.dot(q1, tl.trans(_values(k1, INT8, NATIVE)))
+    s = tl.dot(_values(k1, INT8, NATIVE), tl.trans(q1))
     if INT8:
         bad = tl.max((k1 == NAN_INT8).to(tl.int32), 1)
     if D2:
         k2 = tl.load(rows[:, None] + (D1 + tl.arange(0, D2))[None, :], mask=live[:, None], other=0)
-        s += tl.dot(q2, tl.trans(_values(k2, INT8, NATIVE)))
+        s += tl.dot(_values(k2, INT8, NATIVE), tl.trans(q2))
         if INT8:
             bad |= tl.max((k2 == NAN_INT8).to(tl.int32), 1)
     s = s.to(tl.float32)
     if INT8:
-        s = tl.where(bad[None, :] != 0, float("nan"), s)
+        s = tl.where(bad[:, None] != 0, float("nan"), s)
     elif not NATIVE:
         s = s * 65536.0
-    return tl.where(live[None, :], s, float("-inf"))
+    return tl.trans(tl.where(live[:, None], s, float("-inf")))
 
 
 @triton.jit(
@@ -249,7 +250,6 @@ def attend_kernel(
         row = local.to(tl.int64) * heads + head
         k_head, v_head = k + kv_head.to(tl.int64) * k_stride_h, v + kv_head.to(tl.int64) * v_stride_h
         d_v, column = tl.arange(0, DV), tl.arange(0, 32)
-        ones = _values(tl.full([TILE, 16], 0x38, tl.uint8), False, NATIVE)
         for split in tl.range(tl.program_id(0), splits, tl.num_programs(0)):
             first = split * per_split
             m = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -258,8 +258,8 @@ def attend_kernel(
                 tops = tl.load(maxima + (row * tiles + before)[:, None] + column[None, :], mask=known, other=-float("inf"))
                 m = _maximum(m, tl.reduce(tops, 1, _maximum))
             e = tl.zeros([TILE_M], tl.float32)
-            o = tl.zeros([TILE_M, DV], tl.float32)
-            total = tl.zeros([TILE_M, 16], tl.float32)
+            o = tl.zeros([DV, TILE_M], tl.float32)
+            total = tl.zeros([TILE_M], tl.float32)
             last = tl.minimum(first + per_split, tl.cdiv(length - begin, TILE))
             for tile in tl.range(first, last):
                 key = begin + tile * TILE + tl.arange(0, TILE)
@@ -289,13 +289,13 @@ def attend_kernel(
                 )
                 values = tl.load(rows[:, None] + d_v[None, :], mask=live[:, None], other=0)
                 p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, True, NATIVE, PTX)
-                o = tl.fma(o, factor[:, None], tl.dot(p, _values(values, False, NATIVE)))
-                total = tl.fma(total, factor[:, None], tl.dot(p, ones))
+                o = tl.fma(o, factor[None, :], tl.dot(tl.trans(_values(values, False, NATIVE)), tl.trans(p)))
+                total = tl.fma(total, factor, tl.sum(p.to(tl.float32), 1))
             place = row * room + split
-            tl.store(partial + (place * DV)[:, None] + d_v[None, :], o, mask=live_row[:, None])
+            tl.store(partial + (place * DV)[None, :] + d_v[:, None], o, mask=live_row[None, :])
             tl.store(state + place * 3, m, mask=live_row)
             tl.store(state + place * 3 + 1, e, mask=live_row)
-            tl.store(state + place * 3 + 2, tl.max(total, 1), mask=live_row)
+            tl.store(state + place * 3 + 2, total, mask=live_row)
 
 
 @triton.jit(
@@ -359,9 +359,11 @@ def combine_kernel(
         numerator += tl.sum(o * weight[:, None], 0)
         denominator += tl.sum(total * weight, 0)
     result = numerator * (1.0 / tl.where(denominator == 0.0, 1.0, denominator))
+    if not NATIVE:  # and so was V
+        result = result * 256.0
     result = result * tl.load(v_scale + kv_head * v_scale_stride)
     row_lse = LN2 * (tl.fma(m, c, -OFFSET) + tl.log2(denominator))
-    row_lse += LN2 * (8.0 if NATIVE else 16.0)  # P, and without e4m3 the ones as well, are 1/256 of their value
+    row_lse += LN2 * 8.0  # P was taken as 1/256 of its value
     row_lse = tl.where(splits == 0, float("-inf"), row_lse)
     to = out + seq.to(tl.int64) * out_stride_t + head * out_stride_h
     tl.store(to + d_v, result.to(out.dtype.element_ty))
