@@ -49,7 +49,9 @@ def compiled(name: str, target: str, case: dict[str, Any]) -> Any:
     }
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "partial") if n in names}
     made = ASTSource(kernel, signature, constants, attrs=aligned)
-    return triton.compile(made, target=GPUTarget(*TARGETS[target]), options={"num_warps": 8 if target.startswith("sm") and name != "combine" else 4})
+    lanes = TARGETS[target][2]
+    warps = 4 if name == "combine" else decode_call.THREADS // lanes
+    return triton.compile(made, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
 
 
 def facts(name: str, target: str, case: dict[str, Any]) -> dict[str, Any]:

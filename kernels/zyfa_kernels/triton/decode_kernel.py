@@ -255,8 +255,8 @@ def attend_kernel(
             m = tl.full([TILE_M], float("-inf"), tl.float32)
             for before in tl.range(0, first, 32):
                 known = (before + column < first)[None, :] & live_row[:, None]
-                tops = tl.load(maxima + (row * tiles + before)[:, None] + column[None, :], mask=known, other=-float("inf"))
-                m = _maximum(m, tl.reduce(tops, 1, _maximum))
+                found = maxima + (row * tiles + before)[:, None] + column[None, :]
+                m = _maximum(m, tl.reduce(tl.load(found, mask=known, other=-float("inf")), 1, _maximum))
             e = tl.zeros([TILE_M], tl.float32)
             o = tl.zeros([DV, TILE_M], tl.float32)
             total = tl.zeros([TILE_M], tl.float32)
