@@ -36,7 +36,9 @@ class Gaussian:
             return torch.randn(*shape, generator=make, device=DEVICE)
 
         def codes(x):
-            return (x * 36).round().clamp(-127, 127).to(torch.int8) if qk_format == "int8" else x.to(torch.float8_e4m3fn)
+            if qk_format == "int8":
+                return (x * 36).round().clamp(-127, 127).to(torch.int8)
+            return x.to(torch.float8_e4m3fn)
 
         self.q = codes(normal(len(lengths), hq, d))
         self.q_scale = (normal(len(lengths), hq).abs() * 0.2 + 0.9) / (36**2 if qk_format == "int8" else 1)

@@ -33,7 +33,7 @@ class DecodeCall:
     """
 
     def __init__(self, target: Target, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-        q, q_scale, k, v, k_scale, v_scale, out, lse, block_table, _ = tensors
+        q, q_scale, k, v, k_scale, v_scale, out, _, block_table, _ = tensors
         softmax_scale, window, p, qk_format, offset, self.delta = numbers
         self.device, self.window = q.device, window
         self.softmax_scale_log2 = softmax_scale * LOG2E
@@ -70,7 +70,7 @@ class DecodeCall:
         )
         self.combine = Launch(
             combine_kernel,
-            (*scales, *out.stride()[:2], lse.stride(0), group, self.dv, window is not None, target.native)
+            (*scales, *out.stride()[:2], group, self.dv, window is not None, target.native)
             + (float(offset), *cut, TILE, COMBINED_AT_ONCE),
             {},
             key,
@@ -112,4 +112,4 @@ class DecodeCall:
             kept = (partial, state)
             self.attend(grid, (q, q_scale, k, v, k_scale, maxima, *kept, *where, splits, scale, self.delta))
             grid = (self.hq, sequences, 1)
-            self.combine(grid, (q_scale, k_scale, v_scale, *kept, out, lse, *rows, splits, scale))
+            self.combine(grid, (q_scale, k_scale, v_scale, *kept, out, lse, *rows, splits, lse.stride(0), scale))

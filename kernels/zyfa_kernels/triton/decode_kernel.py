@@ -299,7 +299,7 @@ def attend_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_sequence", "longest", "window", "room"],
+    do_not_specialize=["first_sequence", "longest", "window", "room", "lse_stride_h"],
     do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "state", "out", "lse", "seqlens_k"],
 )
 def combine_kernel(
@@ -315,6 +315,7 @@ def combine_kernel(
     longest,
     window,
     room,
+    lse_stride_h,
     softmax_scale_log2,
     q_scale_stride_t: tl.constexpr,
     q_scale_stride_h: tl.constexpr,
@@ -322,7 +323,6 @@ def combine_kernel(
     v_scale_stride: tl.constexpr,
     out_stride_t: tl.constexpr,
     out_stride_h: tl.constexpr,
-    lse_stride_h: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,
