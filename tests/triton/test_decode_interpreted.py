@@ -1,4 +1,4 @@
-"""Runs test_decode.py under Triton's interpreter, in a process of its own: triton chooses when it is imported."""
+"""Runs test_decode.py and test_vllm_gpu.py under Triton's interpreter, in processes of their own: triton chooses when it is imported."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ pytest.importorskip("triton")
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests run on the GPU itself")
-def test_under_the_interpreter():
-    file = Path(__file__).with_name("test_decode.py")
+@pytest.mark.parametrize("name", ["test_decode.py", "test_vllm_gpu.py"])
+def test_under_the_interpreter(name):
+    if name == "test_vllm_gpu.py":
+        pytest.importorskip("vllm")
+    file = Path(__file__).with_name(name)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", str(file)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
