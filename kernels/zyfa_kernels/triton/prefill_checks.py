@@ -1,4 +1,4 @@
-"""Checks of the arguments of `prefill`: each error names the argument, its value and what is accepted."""
+"""Checks of the arguments of `prefill` and `decode`: each error names the argument, its value and what is accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class PrefillError(ValueError):
-    """An argument of `prefill` is not accepted; the message names it, its value and what would be."""
+    """An argument of `prefill` or `decode` is not accepted; the message names it, its value and what would be."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -36,7 +36,9 @@ def check_scalars(
     require(-1 <= delta <= 1, f"delta={delta!r} is not accepted; it lies in [-1, 1]")
 
 
-def check_operands(q: Any, k: Any, v: Any, qk_format: str, paged: bool) -> None:
+def check_operands(
+    q: Any, k: Any, v: Any, qk_format: str, paged: bool, block_sizes: tuple[int, ...] = BLOCK_SIZES
+) -> None:
     rank = 4 if paged else 3
     form = "[num_blocks, block_size, Hkv, D]" if paged else "[Tk, Hkv, D]"
     require(q.dim() == 3, f"q has shape {list(q.shape)}; expected [T, Hq, D]")
@@ -69,8 +71,8 @@ def check_operands(q: Any, k: Any, v: Any, qk_format: str, paged: bool) -> None:
         require(aligned, f"{name} starts at {x.data_ptr():#x} with strides {x.stride()}; expected multiples of 16")
     if paged:
         require(
-            k.shape[1] in BLOCK_SIZES,
-            f"the cache has blocks of {k.shape[1]} tokens; accepted: {', '.join(map(str, BLOCK_SIZES))}",
+            k.shape[1] in block_sizes,
+            f"the cache has blocks of {k.shape[1]} tokens; accepted: {', '.join(map(str, block_sizes))}",
         )
 
 
@@ -85,11 +87,7 @@ def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_ta
     else:
         given += [("seqlens_k", seqlens_k, 1), ("block_table", block_table, 2)]
     for name, x, rank in given:
-        require(
-            x.dtype == torch.int32 and x.dim() == rank and x.device == device,
-            f"{name} is {x.dtype} {list(x.shape)} on {x.device}; expected int32 with {rank} dimensions on {device}",
-        )
-        require(x.stride(-1) == 1, f"{name} has strides {x.stride()}; its elements must be adjacent")
+        check_indices(name, x, rank, device)
     batch = cu_seqlens_q.shape[0] - 1
     require(batch >= 0, "cu_seqlens_q is empty; expected [sequences + 1] offsets")
     if block_table is None:
@@ -102,6 +100,21 @@ def check_lengths(cu_seqlens_q: Any, seqlens_k: Any, cu_seqlens_k: Any, block_ta
             seqlens_k.shape[0] == batch and block_table.shape[0] == batch,
             f"seqlens_k has {seqlens_k.shape[0]} and block_table {block_table.shape[0]} rows for {batch} sequences",
         )
+
+
+def check_indices(name: str, x: Any, rank: int, device: Any) -> None:
+    require(
+        x.dtype == torch.int32 and x.dim() == rank and x.device == device,
+        f"{name} is {x.dtype} {list(x.shape)} on {x.device}; expected int32 with {rank} dimensions on {device}",
+    )
+    require(x.stride(-1) == 1, f"{name} has strides {x.stride()}; its elements must be adjacent")
+
+
+def check_rows(q: Any, seqlens_k: Any, block_table: Any) -> None:
+    """Of `decode`: a row of each for every query."""
+    for name, x, rank in (("seqlens_k", seqlens_k, 1), ("block_table", block_table, 2)):
+        check_indices(name, x, rank, q.device)
+        require(x.shape[0] == q.shape[0], f"{name} has {x.shape[0]} rows for the {q.shape[0]} of q")
 
 
 def check_room(max_seqlen_k: int, block_table: Any, k_cache: Any) -> None:
