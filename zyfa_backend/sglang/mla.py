@@ -66,7 +66,7 @@ class ZyfaMLABackend(AttentionBackend):
 
     needs_cpu_seq_lens = True
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, kernels: str | None = None) -> None:
         super().__init__()
         if decode_name(runner) == NAME:
             raise Unsupported(
