@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,21 @@ def test_names_follow_the_contract(shape: dispatch.Shape, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (dispatch.Shape(128, 128), "triton/fp8-hd128-causal-lean"),
+        (dispatch.Shape(64, 64, "causal", INT8), "triton/int8-hd64-causal-lean"),
+        (dispatch.Shape(128, 128, "decode", EXACT), "engine/fp8-hd128-decode"),
+        (dispatch.Shape(128, 128, "decode", INT8), "triton/int8-hd128-decode-lean"),
+        (dispatch.Shape(64, 64, "decode", replace(INT8, probabilities="exact")), "triton/int8-hd64-decode-exact"),
+    ],
+)
+def test_on_a_gpu_only_fp8_is_decoded_by_the_engine(shape: dispatch.Shape, name: str) -> None:
+    assert dispatch.select(shape, "cuda:0") == name
+    assert zyfa_backend.explain(shape, "cuda:0").startswith(name + ": ")
+
+
+@pytest.mark.parametrize(
     ("shape", "device", "words"),
     [
         (dispatch.Shape(80, 80), "cpu", ("80", "64, 96, 128, 192")),
@@ -41,7 +57,6 @@ def test_names_follow_the_contract(shape: dispatch.Shape, name: str) -> None:
         (dispatch.Shape(128, 128), "xpu:0", ("xpu:0", "cpu and cuda")),
         (dispatch.Shape(96, 96), "cuda", ("96/96", "64/64, 128/128, 192/128")),
         (dispatch.Shape(128, 128, "causal", UNQUANTIZED), "cuda:0", ("none", "cuda")),
-        (dispatch.Shape(128, 128, "decode", INT8), "cuda", ("int8", "fp8_e4m3")),
     ],
 )
 def test_refusals_name_value_and_what_is_accepted(shape, device: str, words: tuple[str, ...]) -> None:

@@ -74,11 +74,7 @@ def _select_gpu(shape: Shape) -> str:
             f"qk_format={config.qk_format}, v_format={config.v_format}, probabilities={config.probabilities} has no "
             "kernel on cuda; those there quantise all three"
         )
-    if shape.phase == "decode":
-        if config.qk_format != "fp8_e4m3":
-            raise Unsupported(
-                f"qk_format={config.qk_format} has no decode kernel on cuda; the engine's reads fp8_e4m3 alone"
-            )
+    if shape.phase == "decode" and config.qk_format == "fp8_e4m3":
         return "engine/" + kernel_name(shape).removesuffix(f"-{config.probabilities}")
     return f"triton/{kernel_name(shape)}"
 
@@ -94,7 +90,7 @@ def explain(shape: Shape, device: str = "cpu") -> str:
 
 _REASONS = {
     "torch": "the torch reference; it runs wherever torch does, and on a CPU nothing else does the prefill",
-    "triton": "Triton's FP8 prefill; the gfx950 assembly has not run on a GPU yet",
+    "triton": "ZYFA's kernels in Triton; the gfx950 assembly has not run on a GPU yet",
     "engine": "the engine's own decode over ZYFA's cache, with a rotated query",
 }
 

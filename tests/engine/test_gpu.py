@@ -57,6 +57,38 @@ def test_model(name: str, checkpoint, tmp_path) -> None:
         assert [(a.tokens, a.logprobs) for a in third] == [(a.tokens, a.logprobs) for a in again]
 
 
+@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-qwen3"])
+def test_int8(name: str, checkpoint, tmp_path) -> None:
+    """int8 K is decoded by ZYFA's kernel, eager and in CUDA graphs; a token scored there is scored alike in prefill."""
+    _, shape, _ = MODELS[name]
+    noise, bound = TINY_BOUNDS
+    prompts = ragged_prompts(500, LENGTHS)
+    int8 = {**ZYFA, "ZYFA_CONFIG": "int8"}
+    with launch(checkpoint, tmp_path, name, label="-own") as engine:
+        theirs = answers(engine, prompts)
+    with launch(checkpoint, tmp_path, name, *FP8, env=int8, label="-int8") as engine:
+        answers(engine, prompts)
+        ours = answers(engine, prompts)
+        for ids, answer in zip(prompts, ours, strict=True):
+            again = engine.complete(ids + answer.tokens, 1, prompt_logprobs=True)
+            rescored = again.prompt_logprobs[-len(answer.tokens) :]
+            differ = [abs(a - b) for a, b in zip(rescored, answer.logprobs, strict=True)]
+            assert statistics.fmean(differ) < noise
+        assert f"decode triton/int8-{shape}-decode-lean" in engine.log
+    check_close(ours, theirs, bound)
+    counts = counters(tmp_path / f"{name}-int8" / "stats")
+    expected = {f"triton/int8-{shape}-causal-lean", f"triton/int8-{shape}-decode-lean"}
+    assert expected <= set(counts) and not [kernel for kernel in counts if kernel.startswith(("torch/", "engine/"))]
+    with launch(checkpoint, tmp_path, name, *FP8, env=int8, eager=False, label="-graphs") as engine:
+        answers(engine, prompts)
+        graphs = answers(engine, prompts)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            batch = list(pool.map(lambda ids: engine.complete(ids, NEW_TOKENS), prompts))
+    check_close(graphs, ours, noise)
+    for alone, together in zip(graphs, batch, strict=True):
+        assert statistics.fmean(abs(a - b) for a, b in zip(alone.logprobs, together.logprobs, strict=True)) < 8 * noise
+
+
 def test_auto_leaves_the_cache_to_the_engine(checkpoint, tmp_path) -> None:
     prompts = ragged_prompts(500, LENGTHS)
     with launch(checkpoint, tmp_path, "tiny-qwen3", label="-own") as engine:

@@ -35,7 +35,7 @@ def compiled(name: str, target: str, case: dict[str, Any]) -> Any:
         q_stride_t=HEADS * group * d, q_stride_h=d, q_scale_stride_t=HEADS * group, q_scale_stride_h=1,
         k_stride_b=HEADS * block * (d + dv), k_stride_t=d + dv, k_stride_h=block * (d + dv),
         v_stride_b=HEADS * block * (d + dv), v_stride_t=d + dv, v_stride_h=block * (d + dv), k_scale_stride=0,
-        v_scale_stride=1, out_stride_t=HEADS * group * dv, out_stride_h=dv, lse_stride_h=64, GROUP=group,
+        v_scale_stride=1, out_stride_t=HEADS * group * dv, out_stride_h=dv, GROUP=group,
         PARTS=-(-group // case["tile_m"]), D1=128 if d == 192 else d, D2=64 if d == 192 else 0, DV=dv, BLOCK=block,
         WINDOW=case["window"], LEAN=case["lean"], INT8=case["int8"], NATIVE=traits.native, PTX=traits.ptx, OFFSET=8.0,
         MOST=decode_call.most_splits(HEADS), LEAST_TILES=decode_call.LEAST_TILES, TILE_M=case["tile_m"], TILE=128,
@@ -49,7 +49,9 @@ def compiled(name: str, target: str, case: dict[str, Any]) -> Any:
     }
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "partial") if n in names}
     made = ASTSource(kernel, signature, constants, attrs=aligned)
-    return triton.compile(made, target=GPUTarget(*TARGETS[target]), options={"num_warps": 8 if target.startswith("sm") and name != "combine" else 4})
+    lanes = TARGETS[target][2]
+    warps = 4 if name == "combine" else decode_call.THREADS // lanes
+    return triton.compile(made, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
 
 
 def facts(name: str, target: str, case: dict[str, Any]) -> dict[str, Any]:

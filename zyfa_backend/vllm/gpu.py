@@ -1,6 +1,7 @@
-"""ZYFA on a GPU under vLLM: FP8 prefill by ZYFA's kernels, decode by the engine's own over the same cache.
+"""ZYFA on a GPU under vLLM: prefill by ZYFA's kernels, decode over the same cache by the engine's own or by ZYFA's.
 
 The cache has the layout of vLLM's Triton backend. K lies in it rotated, so the engine's decode gets a rotated query.
+With int8 K, which the engine's would read as e4m3, decode is ZYFA's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_f
 
 
 class ZyfaGpuBackend(TritonAttentionBackend):
-    """Prefill over a paged cache of rotated FP8 K and FP8 V; decode is vLLM's `unified_attention`."""
+    """Prefill over a paged cache of rotated K and FP8 V; decode of FP8 K is vLLM's `unified_attention`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list] = list(QUANTIZED_CACHES)
@@ -232,15 +233,41 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             return output.zero_()
         scales = self._layer_scales(layer)
         if (decodes := attn_metadata.decodes) is not None:
-            tokens = decodes.num_actual_tokens
-            turned = query[:tokens] if self._turn is None else query[:tokens] @ self._turn
-            engine = SimpleNamespace(_q_scale=None, _k_scale=scales.k, _v_scale=scales.v)
-            super().forward(engine, turned, key, value, kv_cache, decodes, output[:tokens])
-            dispatch.counters.add(self._kernels["decode"], tokens)
+            self._decode(scales, query, key, value, kv_cache, decodes, output)
         if (prefills := attn_metadata.prefills) is not None:
             rows = slice(prefills.first_token, attn_metadata.num_actual_tokens)
             self._prefill(scales, query[rows], kv_cache, prefills, output[rows])
         return output
+
+    def _decode(self, scales: DeviceScales, query, key, value, kv_cache, decodes, output) -> None:
+        """The first tokens of the step, one a request; of a batch that a graph was padded to, some have no keys."""
+        tokens = decodes.num_actual_tokens
+        if self.config.qk_format == "fp8_e4m3":
+            turned = query[:tokens] if self._turn is None else query[:tokens] @ self._turn
+            engine = SimpleNamespace(_q_scale=None, _k_scale=scales.k, _v_scale=scales.v)
+            super().forward(engine, turned, key, value, kv_cache, decodes, output[:tokens])
+        else:
+            from zyfa_kernels.triton.decode import decode
+            from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q
+
+            query = query[:tokens]
+            codes, q_scale = rotate_quantize_q(query, rotation=self.config.rotation, qk_format=self.config.qk_format)
+            k_cache, v_cache = self._halves(kv_cache)
+            # A graph is captured with the longest that the model serves, so that it holds for every step.
+            decode(
+                codes, q_scale, k_cache, v_cache, scales.k, scales.v,
+                seqlens_k=decodes.seq_lens[:tokens],
+                block_table=decodes.block_table[:tokens],
+                max_seqlen_k=decodes.max_seq_len,
+                softmax_scale=self.softmax_scale,
+                window=self.window,
+                p=self.config.probabilities,
+                qk_format=self.config.qk_format,
+                offset=self.config.offset,
+                delta=self.config.delta,
+                out=output[:tokens].view(query.shape),
+            )  # fmt: skip
+        dispatch.counters.add(self._kernels["decode"], tokens)
 
     def _prefill(self, scales: DeviceScales, query, kv_cache, prefills: Prefills, output) -> None:
         from zyfa_kernels.triton.prefill import prefill
@@ -290,7 +317,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         dispatch.counters.add(self._write_kernel, tokens)
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V bytes as [blocks, block size, Hkv, D] views."""
+        """K and V bytes as [blocks, block size, Hkv, D] views; int8 codes of K are bytes to the kernels as well."""
         k, v = kv_cache.view(torch.uint8).transpose(1, 2).split(self.head_size, dim=-1)
         return k, v
 

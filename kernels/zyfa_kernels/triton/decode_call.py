@@ -33,7 +33,7 @@ class DecodeCall:
     """
 
     def __init__(self, target: Target, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-        q, q_scale, k, v, k_scale, v_scale, out, lse, block_table, _ = tensors
+        q, q_scale, k, v, k_scale, v_scale, out, _, block_table, _ = tensors
         softmax_scale, window, p, qk_format, offset, self.delta = numbers
         self.device, self.window = q.device, window
         self.softmax_scale_log2 = softmax_scale * LOG2E
@@ -70,7 +70,7 @@ class DecodeCall:
         )
         self.combine = Launch(
             combine_kernel,
-            (*scales, *out.stride()[:2], lse.stride(0), group, self.dv, window is not None, target.native)
+            (*scales, *out.stride()[:2], group, self.dv, window is not None, target.native)
             + (float(offset), *cut, TILE, COMBINED_AT_ONCE),
             {},
             key,
@@ -97,23 +97,19 @@ class DecodeCall:
         if self.window is not None:
             tiles = min(tiles, triton.cdiv(self.window, TILE) + 1)
         splits = min(triton.cdiv(tiles, LEAST_TILES), self.most)
-        floats = self.hq * (tiles + splits * (self.dv + 3))  # of a sequence
-        step = min(self.batch, max(1, WORKSPACE_BYTES // (4 * floats)))
-        workspace = torch.empty(step * floats, dtype=torch.float32, device=self.device)
-        partial, maxima, state = workspace.split([step * self.hq * n for n in (splits * self.dv, tiles, splits * 3)])
+        sizes = [self.hq * n for n in (splits * self.dv, tiles, splits * 3)]  # of a sequence
+        step = min(self.batch, max(1, WORKSPACE_BYTES // (4 * sum(sizes))))
+        workspace = torch.empty(step * sum(sizes), dtype=torch.float32, device=self.device)
+        partial, maxima, state = workspace.split([step * n for n in sizes])
         for first in range(0, self.batch, step):
             sequences = min(step, self.batch - first)
-            programs = min(splits, triton.cdiv(PROGRAMS, self.rows * sequences))
-            grid = (programs, self.rows, sequences)
+            grid = (min(splits, triton.cdiv(PROGRAMS, self.rows * sequences)), self.rows, sequences)
             rows = (seqlens_k, first, longest, self.window or 0)
             where = (block_table, *rows, self.table_stride, tiles)
+            scale = self.softmax_scale_log2
             if splits > 1:
                 self.maxima(grid, (q, k, maxima, *where))
-            self.attend(
-                grid,
-                (q, q_scale, k, v, k_scale, maxima, partial, state, *where, splits, self.softmax_scale_log2, self.delta),
-            )
-            self.combine(
-                (self.hq, sequences, 1),
-                (q_scale, k_scale, v_scale, partial, state, out, lse, *rows, splits, self.softmax_scale_log2),
-            )
+            kept = (partial, state)
+            self.attend(grid, (q, q_scale, k, v, k_scale, maxima, *kept, *where, splits, scale, self.delta))
+            grid = (self.hq, sequences, 1)
+            self.combine(grid, (q_scale, k_scale, v_scale, *kept, out, lse, *rows, splits, lse.stride(0), scale))

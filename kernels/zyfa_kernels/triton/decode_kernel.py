@@ -255,8 +255,8 @@ def attend_kernel(
             m = tl.full([TILE_M], float("-inf"), tl.float32)
             for before in tl.range(0, first, 32):
                 known = (before + column < first)[None, :] & live_row[:, None]
-                tops = tl.load(maxima + (row * tiles + before)[:, None] + column[None, :], mask=known, other=-float("inf"))
-                m = _maximum(m, tl.reduce(tops, 1, _maximum))
+                found = maxima + (row * tiles + before)[:, None] + column[None, :]
+                m = _maximum(m, tl.reduce(tl.load(found, mask=known, other=-float("inf")), 1, _maximum))
             e = tl.zeros([TILE_M], tl.float32)
             o = tl.zeros([DV, TILE_M], tl.float32)
             total = tl.zeros([TILE_M], tl.float32)
@@ -299,7 +299,7 @@ def attend_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_sequence", "longest", "window", "room"],
+    do_not_specialize=["first_sequence", "longest", "window", "room", "lse_stride_h"],
     do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "state", "out", "lse", "seqlens_k"],
 )
 def combine_kernel(
@@ -315,6 +315,7 @@ def combine_kernel(
     longest,
     window,
     room,
+    lse_stride_h,
     softmax_scale_log2,
     q_scale_stride_t: tl.constexpr,
     q_scale_stride_h: tl.constexpr,
@@ -322,7 +323,6 @@ def combine_kernel(
     v_scale_stride: tl.constexpr,
     out_stride_t: tl.constexpr,
     out_stride_h: tl.constexpr,
-    lse_stride_h: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,

@@ -1,0 +1,161 @@
+"""vLLM's GPU backend of ZYFA, layer and metadata, on CPU tensors under Triton's interpreter, against the reference.
+
+Runs where TRITON_INTERPRET=1 was set before triton was imported: see test_decode_interpreted.py. What only a GPU has,
+the engine's own decode, graphs and calibration on the device, is tested in tests/engine/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 and no GPU", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
+
+from zyfa_backend import dispatch, reference  # noqa: E402
+from zyfa_backend.config import EXACT, INT8, LEAN, AttentionConfig  # noqa: E402
+from zyfa_backend.oracle import relative_rms  # noqa: E402
+from zyfa_backend.quantization import Quantized, calibrate_scale, quantize_kv, quantize_q  # noqa: E402
+from zyfa_backend.vllm import gpu  # noqa: E402
+
+HQ, HKV, D, BLOCK = 6, 2, 64, 16
+SCALE = 0.13
+LENGTHS = (330, 40, 20)  # keys of two decodes and, of 12 queries, a prefill
+
+
+class EngineConfig(SimpleNamespace):
+    """As much of vLLM's configuration as a layer asks for."""
+
+
+def layer(monkeypatch, text: str, window: int | None = None) -> gpu.ZyfaGpuImpl:
+    import vllm.config
+
+    engine = EngineConfig(
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(dtype=torch.float16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+    select = dispatch.select
+    monkeypatch.setenv("ZYFA_CONFIG", text)
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(dispatch, "select", lambda shape, device: select(shape, "cuda"))
+    impl = gpu.ZyfaGpuImpl(HQ, D, SCALE, HKV, sliding_window=window, kv_cache_dtype="fp8")
+    monkeypatch.setattr(dispatch, "counters", type(dispatch.counters)())
+    return impl
+
+
+def common(query_lengths: list[int], keys: list[int], table: torch.Tensor, longest: int) -> CommonAttentionMetadata:
+    starts = torch.tensor([0, *query_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(keys, dtype=torch.int32),
+        num_reqs=len(keys), num_actual_tokens=int(starts[-1]), max_query_len=max(query_lengths), max_seq_len=longest,
+        block_table_tensor=table, slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64), causal=True,
+    )  # fmt: skip
+
+
+def metadata(query_lengths: list[int], keys: list[int], table: torch.Tensor, longest: int) -> gpu.ZyfaGpuMetadata:
+    builder = object.__new__(gpu.ZyfaGpuMetadataBuilder)
+    for name in ("seq_threshold_3D", "num_par_softmax_segments", "max_seqs_64_segments"):
+        setattr(builder, name, 0)
+    for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "rswa_window"):
+        setattr(builder, name, None)
+    return builder.build(0, common(query_lengths, keys, table, longest))
+
+
+class Step:
+    """A cache that the layer has filled itself, and queries of two decodes and a prefill."""
+
+    def __init__(self, impl: gpu.ZyfaGpuImpl, config: AttentionConfig) -> None:
+        make = torch.Generator().manual_seed(0)
+        columns = -(-max(LENGTHS) // BLOCK)
+        self.table = torch.randperm(len(LENGTHS) * columns, generator=make).view(-1, columns).to(torch.int32)
+        self.k, self.v = (torch.randn(sum(LENGTHS), HKV, D, generator=make).half() for _ in range(2))
+        self.q = torch.randn(14, HQ, D, generator=make).half()
+        scales = [
+            calibrate_scale(x, 1.03, format=form, rotation=rotation).max().reshape(1)
+            for x, form, rotation in ((self.k, config.qk_format, config.rotation), (self.v, config.v_format, "none"))
+        ]
+        impl._scales = SimpleNamespace(k=scales[0], v=scales[1], frozen=True)
+        self.scales, self.config = scales, config
+        self.cache = torch.full((self.table.numel(), HKV, BLOCK, 2 * D), 0x7F, dtype=torch.uint8)
+        slots = [self.table[i, n // BLOCK] * BLOCK + n % BLOCK for i, keys in enumerate(LENGTHS) for n in range(keys)]
+        impl.do_kv_cache_update(None, self.k, self.v, self.cache, torch.stack(slots).long())
+
+    def expected(self, window: int | None) -> torch.Tensor:
+        config, out, first, row = replace(self.config, tile=128, arithmetic="fused"), [], 0, 0
+        k = quantize_kv(self.k, self.scales[0], config.qk_format, config.rotation)
+        v = quantize_kv(self.v, self.scales[1], config.v_format)
+        for keys, queries in zip(LENGTHS, (1, 1, 12), strict=True):
+            part = slice(first, first + keys)
+            result, _ = reference.attend(
+                quantize_q(self.q[row : row + queries], config),
+                Quantized(k[part], self.scales[0].expand(HKV), config.qk_format),
+                Quantized(v[part], self.scales[1].expand(HKV), config.v_format),
+                softmax_scale=SCALE, causal=True, window=window, context=keys - queries, config=config,
+                out_dtype=torch.float16,
+            )  # fmt: skip
+            out.append(result)
+            first, row = first + keys, row + queries
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "window"),
+    [("int8", INT8, None), ("int8,probabilities=exact", replace(INT8, probabilities="exact"), 90)],
+)
+def test_int8_is_written_prefilled_and_decoded_by_zyfa(text, config, window, monkeypatch) -> None:
+    impl = layer(monkeypatch, text, None if window is None else window + 1)
+    step = Step(impl, config)
+    out = torch.full_like(step.q, torch.nan)
+    step_metadata = metadata([1, 1, 12], list(LENGTHS), step.table, max(LENGTHS))
+    assert step_metadata.decodes.num_actual_tokens == 2 and step_metadata.prefills.first_token == 2
+    impl.forward(None, step.q, None, None, step.cache, step_metadata, out)
+    assert relative_rms(out.double(), step.expected(window).double()) < 0.003
+    assert {name: entry["tokens"] for name, entry in dispatch.counters.snapshot()["kernels"].items()} == {
+        "triton/rotate-quantize-hd64": sum(LENGTHS),
+        f"triton/int8-hd64-decode-{config.probabilities}": 2,
+        f"triton/int8-hd64-causal-{config.probabilities}": 12,
+    }
+
+
+def test_a_batch_padded_to_a_graph_with_the_longest_of_the_model(monkeypatch) -> None:
+    """What a captured decode is given: rows of padding with no keys, max_seq_len of the model, and the same bits."""
+    impl = layer(monkeypatch, "int8")
+    step = Step(impl, INT8)
+    out = torch.full_like(step.q, torch.nan)
+    impl.forward(None, step.q, None, None, step.cache, metadata([1, 1], [330, 40], step.table[:2], 330), out)
+    table = torch.cat([step.table, torch.zeros_like(step.table[:1])])
+    table = torch.cat([table, torch.zeros(4, 43, dtype=torch.int32)], 1)
+    padded = torch.full((4, HQ * D), torch.nan, dtype=torch.float16)
+    keys = [330, 40, 0, 0]
+    impl.forward(None, step.q[:4], None, None, step.cache, metadata([1] * 4, keys, table, 1024), padded)
+    padded = padded.view(4, HQ, D)
+    assert torch.equal(padded[:2], out[:2]) and not padded[2:].any()
+
+
+@pytest.mark.parametrize("config", [LEAN, EXACT])
+def test_fp8_is_decoded_by_the_engine(config, monkeypatch) -> None:
+    """The engine's kernel gets the query turned as K is, and the norm that this leaves out in its scale."""
+    impl = layer(monkeypatch, config.probabilities)
+    step = Step(impl, config)
+    seen = []
+    monkeypatch.setattr(gpu.TritonAttentionImpl, "forward", lambda self, *args: seen.append((self.scale, *args)))
+    impl.forward(
+        None, step.q, None, None, step.cache, metadata([1, 1], [330, 40], step.table[:2], 330), torch.empty_like(step.q)
+    )
+    ((scale, scales, turned, *_),) = seen
+    products = turned.double() @ turned.double().transpose(1, 2)
+    plain = step.q[:2].double() @ step.q[:2].double().transpose(1, 2)
+    assert relative_rms(products * (scale / SCALE) ** 2, plain) < 0.002
+    assert (scales._k_scale, scales._v_scale) == tuple(step.scales)
+    assert dispatch.counters.snapshot()["kernels"]["engine/fp8-hd64-decode"]["tokens"] == 2
