@@ -47,7 +47,7 @@ class Rig:
 
     cache: dtype of the token pool. windows: sliding window of each layer as SGLang counts it, -1 for none.
     window_layers: layers whose K and V lie in a pool of their own (SWAKVPool). decode: name of the decode backend.
-    page: slots of a page of the pool. kernels: "torch" or "triton" instead of the device's own.
+    page: slots of a page of the pool; context: tokens of the longest request. kernels: "torch" or "triton" instead of the device's own.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class Rig:
         device: str = "cpu",
         seed: int = 0,
         page: int = 1,
+        context: int = CONTEXT,
         kernels: str | None = None,
         **layer_arguments: Any,
     ) -> None:
         self.q_heads, self.kv_heads, self.dim, self.dtype, self.device = q_heads, kv_heads, dim, dtype, device
         self.model = Model(q_heads, kv_heads, dim, windows, **layer_arguments).to(device)
-        self.requests = ReqToTokenPool(16, CONTEXT, device, enable_memory_saver=False)
+        self.requests = ReqToTokenPool(16, context, device, enable_memory_saver=False)
         common = {"page_size": page, "dtype": cache, "head_num": kv_heads, "head_dim": dim, "device": device}
         if window_layers:
             full = [index for index in range(len(windows)) if index not in window_layers]
@@ -163,7 +164,8 @@ class Rig:
             return torch.randn(tokens, heads, self.dim, generator=random)
 
         q, k, v = normal(self.q_heads), normal(self.kv_heads), normal(self.kv_heads)
-        q[..., 3], k[..., 3], k[..., 70] = q[..., 3] * 4, k[..., 3] * 6, k[..., 70] - 8
+        far = self.dim // 2 + 6
+        q[..., 3], k[..., 3], k[..., far] = q[..., 3] * 4, k[..., 3] * 6, k[..., far] - 8
         return tuple(x.to(self.dtype).to(self.device) for x in (q, k, v))
 
     def slots_of(self, row: int, length: int, layer: int = 0) -> torch.Tensor:
