@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from zyfa_backend.config import AttentionConfig
@@ -27,7 +29,7 @@ def attend(
     from zyfa_kernels.triton.prefill import prefill
     from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_write
 
-    numerics = {"rotation": config.rotation, "qk_format": config.qk_format}
+    numerics: dict[str, Any] = {"rotation": config.rotation, "qk_format": config.qk_format}
     codes, q_scale = rotate_quantize_q(q, **numerics)
     keys, heads, dim = k.shape
     # A row's own scale is its largest rotated value over the format's; a row with a NaN has a NaN and does not count.
@@ -38,7 +40,7 @@ def attend(
     v_codes = torch.empty(1, keys, heads, v.shape[2], dtype=torch.uint8, device=k.device)
     slots = torch.arange(keys, device=k.device)
     rotate_quantize_write(k, v, k_codes, v_codes, slots, k_scale, v_scale, **numerics)
-    return prefill(
+    out, lse = prefill(
         codes, q_scale, k_codes[0], v_codes[0], k_scale, v_scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -53,3 +55,5 @@ def attend(
         out=torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device),
         lse=True,
     )  # fmt: skip
+    assert lse is not None
+    return out, lse

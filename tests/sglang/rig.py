@@ -47,7 +47,8 @@ class Rig:
 
     cache: dtype of the token pool. windows: sliding window of each layer as SGLang counts it, -1 for none.
     window_layers: layers whose K and V lie in a pool of their own (SWAKVPool). decode: name of the decode backend.
-    page: slots of a page of the pool; context: tokens of the longest request. kernels: "torch" or "triton" instead of the device's own.
+    page: slots of a page of the pool; context: tokens of the longest request.
+    kernels: "torch" or "triton" instead of the device's own.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Twins:
         assert (k != k_want).float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("page", [1, 16])
 def test_ragged_batches_over_prefixes_then_decode(page, device, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ZYFA_SCALES", scale_file(tmp_path, heads=2)[0])
     twins = Twins(device, page=page)
@@ -85,7 +85,7 @@ def test_ragged_batches_over_prefixes_then_decode(page, device, tmp_path, monkey
     assert kernels["triton/rotate-quantize-hd64"] == {"calls": 3, "tokens": sum(before) + sum(new) + 3}
 
 
-@pytest.mark.parametrize("page,window_layers", [(1, ()), (1, (1,)), (16, (1,))])
+@pytest.mark.parametrize("page,window_layers", [(1, ()), (16, (1,))])
 def test_sliding_windows(page, window_layers, device, tmp_path, monkeypatch) -> None:
     """Prompts longer than the window; layer 1 sees 40 keys before each query, also in a pool of its own."""
     monkeypatch.setenv("ZYFA_SCALES", scale_file(tmp_path, heads=2, layers=2)[0])
@@ -103,10 +103,10 @@ def test_sliding_windows(page, window_layers, device, tmp_path, monkeypatch) -> 
         twins.same_codes(2, start, layer)
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_without_saving_nothing_is_written(page, device, tmp_path, monkeypatch) -> None:
+def test_without_saving_nothing_is_written(device, tmp_path, monkeypatch) -> None:
+    """Then the batch is packed side by side, and with pages of 16 saved it is not: the bits are the same."""
     monkeypatch.setenv("ZYFA_SCALES", scale_file(tmp_path, heads=2)[0])
-    twins = Twins(device, page=page)
+    twins = Twins(device, page=16)
     rows = [2, 3]
     twins.step(lambda rig: rig.extend(rows, [0, 0], [40, 10]), twins.ours.tensors(50))
     before = [x.view(torch.uint8).clone() for x in twins.ours.pool.get_kv_buffer(0)]
@@ -120,7 +120,7 @@ def test_without_saving_nothing_is_written(page, device, tmp_path, monkeypatch) 
     twins.step(lambda rig: rig.decode(rows, [45, 13]), one, bound=0.02, save_kv_cache=False)
 
 
-@pytest.mark.parametrize("preset", ["exact", "lean", "lean-no-rotation", "int8"])
+@pytest.mark.parametrize("preset", ["exact", "lean-no-rotation", "int8"])
 def test_weights_sum_to_one(preset, device, monkeypatch) -> None:
     monkeypatch.setenv("ZYFA_CONFIG", preset)
     rig = Rig(device=device, kernels="triton", **SMALL)
@@ -167,11 +167,10 @@ def test_first_tokens_are_rescaled_and_padding_gives_zeros(device) -> None:
     assert out.shape == (12, 128) and not out[8:].any() and out[:8].any()
 
 
-@pytest.mark.parametrize("page,window_layers", [(1, ()), (16, (1,))])
-def test_a_decode_from_a_graphs_buffers(page, window_layers, device, tmp_path, monkeypatch) -> None:
+def test_a_decode_from_a_graphs_buffers(device, tmp_path, monkeypatch) -> None:
     """What a captured decode holds is brought up to date for another batch: on a GPU the graph itself is replayed."""
     monkeypatch.setenv("ZYFA_SCALES", scale_file(tmp_path, heads=2, layers=2)[0])
-    rig = Rig(device=device, kernels="triton", **SMALL, page=page, windows=(-1, 40), window_layers=window_layers)
+    rig = Rig(device=device, kernels="triton", **SMALL, windows=(-1, 40), window_layers=(1,))
     rows, lengths = [2, 3, 4], [50, 17, 5]
     for layer in (0, 1):
         rig.run(rig.extend(rows, [0, 0, 0], lengths), *rig.tensors(72), layer)
@@ -297,7 +296,7 @@ def test_unquantised_pools_are_the_engines(device, caplog, monkeypatch) -> None:
         Rig(dtype=torch.float32, device=device, kernels="triton")
 
 
-@pytest.mark.parametrize("form", ["new", "one call", "chunk"])
+@pytest.mark.parametrize("form", ["one call", "chunk"])
 def test_mla(form, device) -> None:
     """Contiguous K and V of 192/128, a request with its own scales alone in the batch, then with a NaN beside it."""
     from tests.sglang import test_mla as rig
@@ -312,7 +311,7 @@ def test_mla(form, device) -> None:
         batch.mha_one_shot, batch.mha_return_lse = form == "one call", True
         batch.attn_attend_prefix_cache = form == "chunk"
         batch.prefix_chunk_idx, batch.prefix_chunk_seq_lens_cpu = 0, torch.tensor([prefixes])
-        first, last = {"new": (24, 30), "one call": (0, 30), "chunk": (0, 24)}[form]
+        first, last = {"one call": (0, 30), "chunk": (0, 24)}[form]
         extra = torch.full((2, *q.shape[1:]), torch.nan, dtype=q.dtype, device=device)
         operands = [q, k[first:last], v[first:last]]
         if len(new) > 1:
