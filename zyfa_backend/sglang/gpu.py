@@ -107,7 +107,8 @@ class TritonPath(Path):
         if served.in_window_pool:
             known = None if step is None else step.window_slots
             slots = self._window_slots(slots) if known is None else known[: slots.shape[0]]
-        self.note_written(served, slots, slots)
+        if step is None or not step.captured:  # of a replay `plan_graph`'s caller notes it
+            self.note_written(served, slots, slots)
         self._write(served, k, v, self.buffers(layer), slots)
         dispatch.counters.add(served.write_kernel, k.shape[0])
 
