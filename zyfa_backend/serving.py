@@ -73,11 +73,15 @@ def _log_once(line: str) -> None:
     logger.info(line)
 
 
-def report_saturation(name: str, lost: int, values: int) -> None:
-    """Count values that the cache's range cut off, and warn whenever their total passes a power of ten."""
+def report_saturation(name: str, lost: int, values: int | None = None) -> None:
+    """Count values that the cache's range cut off, and warn whenever their total passes a power of ten.
+
+    values: out of how many, where that is known.
+    """
     total = dispatch.counters.event("saturated values", lost)
     if len(str(total)) > len(str(total - lost)) or total == lost:
         logger.warning(
-            "ZYFA: %d of %d K and V values of %s saturated, %d since the start; "
-            "calibrate on longer text or raise ZYFA_HEADROOM", lost, values, name, total,
+            "ZYFA: %d%s K and V values of %s saturated, %d since the start; "
+            "calibrate on longer text or raise ZYFA_HEADROOM",
+            lost, "" if values is None else f" of {values}", name, total,
         )

@@ -1,4 +1,4 @@
-"""Runs test_decode.py and test_vllm_gpu.py under Triton's interpreter, in processes of their own: triton chooses when it is imported."""
+"""Runs decode's and vLLM's GPU tests under Triton's interpreter, in processes of their own: it is chosen on import."""
 
 from __future__ import annotations
 

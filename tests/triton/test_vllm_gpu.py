@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
-from zyfa_backend import dispatch, reference  # noqa: E402
+from zyfa_backend import device_saturation, dispatch, reference  # noqa: E402
 from zyfa_backend.config import EXACT, INT8, LEAN, AttentionConfig  # noqa: E402
 from zyfa_backend.oracle import relative_rms  # noqa: E402
 from zyfa_backend.quantization import Quantized, calibrate_scale, quantize_kv, quantize_q  # noqa: E402
@@ -29,6 +29,21 @@ from zyfa_backend.vllm import gpu  # noqa: E402
 HQ, HKV, D, BLOCK = 6, 2, 64, 16
 SCALE = 0.13
 LENGTHS = (330, 40, 20)  # keys of two decodes and, of 12 queries, a prefill
+
+
+LAYER = SimpleNamespace(layer_name="model.layers.3")
+
+
+class Event:
+    """Of the GPU: copies on a CPU are done at once, but tests choose when the host may see them."""
+
+    done = True
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.done
 
 
 class EngineConfig(SimpleNamespace):
@@ -50,6 +65,8 @@ def layer(monkeypatch, text: str, window: int | None = None) -> gpu.ZyfaGpuImpl:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(dispatch, "select", lambda shape, device: select(shape, "cuda"))
     impl = gpu.ZyfaGpuImpl(HQ, D, SCALE, HKV, sliding_window=window, kv_cache_dtype="fp8")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(dispatch, "counters", type(dispatch.counters)())
     return impl
 
@@ -89,7 +106,7 @@ class Step:
         self.scales, self.config = scales, config
         self.cache = torch.full((self.table.numel(), HKV, BLOCK, 2 * D), 0x7F, dtype=torch.uint8)
         slots = [self.table[i, n // BLOCK] * BLOCK + n % BLOCK for i, keys in enumerate(LENGTHS) for n in range(keys)]
-        impl.do_kv_cache_update(None, self.k, self.v, self.cache, torch.stack(slots).long())
+        impl.do_kv_cache_update(LAYER, self.k, self.v, self.cache, torch.stack(slots).long())
 
     def expected(self, window: int | None) -> torch.Tensor:
         config, out, first, row = replace(self.config, tile=128, arithmetic="fused"), [], 0, 0
@@ -119,7 +136,7 @@ def test_int8_is_written_prefilled_and_decoded_by_zyfa(text, config, window, mon
     out = torch.full_like(step.q, torch.nan)
     step_metadata = metadata([1, 1, 12], list(LENGTHS), step.table, max(LENGTHS))
     assert step_metadata.decodes.num_actual_tokens == 2 and step_metadata.prefills.first_token == 2
-    impl.forward(None, step.q, None, None, step.cache, step_metadata, out)
+    impl.forward(LAYER, step.q, None, None, step.cache, step_metadata, out)
     assert relative_rms(out.double(), step.expected(window).double()) < 0.003
     assert {name: entry["tokens"] for name, entry in dispatch.counters.snapshot()["kernels"].items()} == {
         "triton/rotate-quantize-hd64": sum(LENGTHS),
@@ -133,12 +150,12 @@ def test_a_batch_padded_to_a_graph_with_the_longest_of_the_model(monkeypatch) ->
     impl = layer(monkeypatch, "int8")
     step = Step(impl, INT8)
     out = torch.full_like(step.q, torch.nan)
-    impl.forward(None, step.q, None, None, step.cache, metadata([1, 1], [330, 40], step.table[:2], 330), out)
+    impl.forward(LAYER, step.q, None, None, step.cache, metadata([1, 1], [330, 40], step.table[:2], 330), out)
     table = torch.cat([step.table, torch.zeros_like(step.table[:1])])
     table = torch.cat([table, torch.zeros(4, 43, dtype=torch.int32)], 1)
     padded = torch.full((4, HQ * D), torch.nan, dtype=torch.float16)
     keys = [330, 40, 0, 0]
-    impl.forward(None, step.q[:4], None, None, step.cache, metadata([1] * 4, keys, table, 1024), padded)
+    impl.forward(LAYER, step.q[:4], None, None, step.cache, metadata([1] * 4, keys, table, 1024), padded)
     padded = padded.view(4, HQ, D)
     assert torch.equal(padded[:2], out[:2]) and not padded[2:].any()
 
@@ -150,12 +167,40 @@ def test_fp8_is_decoded_by_the_engine(config, monkeypatch) -> None:
     step = Step(impl, config)
     seen = []
     monkeypatch.setattr(gpu.TritonAttentionImpl, "forward", lambda self, *args: seen.append((self.scale, *args)))
-    impl.forward(
-        None, step.q, None, None, step.cache, metadata([1, 1], [330, 40], step.table[:2], 330), torch.empty_like(step.q)
-    )
+    decodes = metadata([1, 1], [330, 40], step.table[:2], 330)
+    impl.forward(LAYER, step.q, None, None, step.cache, decodes, torch.empty_like(step.q))
     ((scale, scales, turned, *_),) = seen
     products = turned.double() @ turned.double().transpose(1, 2)
     plain = step.q[:2].double() @ step.q[:2].double().transpose(1, 2)
     assert relative_rms(products * (scale / SCALE) ** 2, plain) < 0.002
     assert (scales._k_scale, scales._v_scale) == tuple(step.scales)
     assert dispatch.counters.snapshot()["kernels"]["engine/fp8-hd64-decode"]["tokens"] == 2
+
+
+def test_saturation_is_counted_and_reported_by_later_prefills(monkeypatch, caplog) -> None:
+    impl = layer(monkeypatch, "int8")
+    step = Step(impl, INT8)
+    key, value = torch.zeros(3, HKV, D).half(), torch.zeros(3, HKV, D).half()
+    key[0, 0, 5] = 40000.0  # rotated, it is spread over its 64 channels
+    value[:, 1, :10] = 40000.0
+    slots = torch.tensor([0, -1, 1])
+    prefill = metadata([12], [330], step.table[:1], 330)
+    clock = [100.0]
+    monkeypatch.setattr(device_saturation.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(impl, "_prefill", lambda *args: None)  # slow here, and tested above
+
+    def lost() -> int:
+        impl.forward(LAYER, step.q[:12], None, None, step.cache, prefill, torch.empty_like(step.q[:12]))
+        return dispatch.counters.snapshot()["events"].get("saturated values", 0)
+
+    monkeypatch.setattr(Event, "done", False)
+    impl.do_kv_cache_update(LAYER, key, value, step.cache, slots)
+    assert lost() == lost() == 0, "the copy is under way"
+    monkeypatch.setattr(Event, "done", True)
+    with caplog.at_level("WARNING", "vllm.zyfa"):
+        assert lost() == 64 + 20
+    assert "84 K and V values of model.layers.3 saturated" in caplog.text and "ZYFA_HEADROOM" in caplog.text
+    impl.do_kv_cache_update(LAYER, key, value, step.cache, slots)
+    assert lost() == lost() == 84, "the host looks once a second"
+    clock[0] += 1.5
+    assert (lost(), lost()) == (84, 168)

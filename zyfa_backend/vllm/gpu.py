@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from zyfa_backend import dispatch, rotation, settings
+from zyfa_backend.device_saturation import DeviceSaturation
 from zyfa_backend.device_scales import DeviceScales
 from zyfa_backend.serving import QUANTIZED_CACHES, announce, cache_config_for
 from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
@@ -197,6 +198,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         }
         self._write_kernel = f"triton/rotate-quantize-hd{head_size}"
         self._scales: DeviceScales | None = None
+        self._saturation: DeviceSaturation | None = None
         announce(
             f"ZYFA serves layers with {num_heads} query and {num_kv_heads} KV heads of {head_size}"
             f"{'' if sliding_window is None else f', window {sliding_window}'}: prefill {self._kernels['causal']}, "
@@ -237,6 +239,8 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         if (prefills := attn_metadata.prefills) is not None:
             rows = slice(prefills.first_token, attn_metadata.num_actual_tokens)
             self._prefill(scales, query[rows], kv_cache, prefills, output[rows])
+            # Here and not where the cache is written, which a captured graph may do without the host.
+            self._layer_saturation(layer).look()
         return output
 
     def _decode(self, scales: DeviceScales, query, key, value, kv_cache, decodes, output) -> None:
@@ -301,7 +305,10 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Rotate K, quantise both and write them at `slot_mapping` [T]; slot -1 is skipped."""
+        """Rotate K, quantise both and write them at `slot_mapping` [T]; slot -1 is skipped.
+
+        Saturated values are counted on the device, and reported by later prefills.
+        """
         from zyfa_kernels.triton.rotate_quantize import rotate_quantize_write
 
         tokens = slot_mapping.shape[0]
@@ -312,7 +319,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         k_cache, v_cache = self._halves(kv_cache)
         rotate_quantize_write(
             key, value, k_cache, v_cache, slot_mapping, scales.k, scales.v, rotation=self.config.rotation,
-            qk_format=self.config.qk_format,
+            qk_format=self.config.qk_format, saturated=self._layer_saturation(layer).counts,
         )  # fmt: skip
         dispatch.counters.add(self._write_kernel, tokens)
 
@@ -326,6 +333,11 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             known = checkpoint_scales(layer)
             self._scales = DeviceScales(self._store, layer.layer_name, self.num_kv_heads, known, self._device)
         return self._scales
+
+    def _layer_saturation(self, layer) -> DeviceSaturation:
+        if self._saturation is None:
+            self._saturation = DeviceSaturation(layer.layer_name, self._device)
+        return self._saturation
 
 
 def _unnormalised(dim: int, kind: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

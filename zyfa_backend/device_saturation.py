@@ -1,0 +1,49 @@
+"""Saturated values of a layer, counted on a GPU and reported without the host waiting for it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from zyfa_backend.serving import report_saturation
+
+INTERVAL = 1.0  # seconds between looks of the host
+
+
+class DeviceSaturation:
+    """`counts`, int64 [2] on `device`: K and V values of one layer that the cache's range cut off, since the start.
+
+    The kernel that writes the cache adds to it, in a captured graph as well. That costs it two atomic additions a
+    program and a third more instructions (head dimension 128 compiled for sm_90: 2,200 for 1,600 of FP8, 2,408 for
+    1,808 of int8; not timed), in a kernel that waits for memory and takes a small part of a step. A look of the host,
+    once in INTERVAL at most, costs a copy of 16 bytes behind the work and an event; the host reads the copy when it
+    next looks, so that what saturates in the last steps before a pause is reported after it.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seen: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._reported = 0
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Report what an earlier look has brought, and start another if it is time. Not while a graph is captured."""
+        if self._copied is not None and self._copied.query():
+            assert self._seen is not None
+            total = int(self._seen.sum())
+            self._copied = None
+            if total > self._reported:
+                report_saturation(self.name, total - self._reported)
+                self._reported = total
+        now = time.monotonic()
+        if self._copied is not None or now < self._next or torch.cuda.is_current_stream_capturing():
+            return
+        self._next = now + INTERVAL
+        if self._seen is None:
+            self._seen = torch.empty(2, dtype=torch.int64, pin_memory=self.counts.is_cuda)
+        self._seen.copy_(self.counts, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
