@@ -19,9 +19,9 @@ def compile_all() -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from zyfa_kernels.triton.block_table import TILE, _list_kernel
 
     from tests.triton.compile_prefill import TARGETS
-    from zyfa_kernels.triton.block_table import TILE, _list_kernel
 
     for target in ("sm_90", "gfx950", "gfx942"):
         for mapped, packed in CASES:
