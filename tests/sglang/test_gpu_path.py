@@ -237,6 +237,10 @@ def test_what_a_graph_wrote_is_rescaled_too(device) -> None:
     assert held.frozen
     value = rig.bytes_of(2, 7)[1][-1].float() * held.v[:, None]
     assert error(value, v[0]) < 0.06
+    assert not backend.path._saturation[rig.backend.served(rig.model.attention(0)).name].counts.any()
+    rig.run(rig.extend([4], [0], [2]), q.repeat(2, 1, 1), k.repeat(2, 1, 1), torch.full_like(v, 1000).repeat(2, 1, 1))
+    counted = backend.path._saturation[rig.backend.served(rig.model.attention(0)).name].counts
+    assert counted.tolist() == [0, 2 * v.numel()]
 
 
 def test_the_engines_decode_reads_what_one_launch_wrote(device, tmp_path, monkeypatch) -> None:

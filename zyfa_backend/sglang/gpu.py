@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zyfa_backend import dispatch
+from zyfa_backend.device_saturation import DeviceSaturation
 from zyfa_backend.dispatch import Unsupported
 from zyfa_backend.serving import DTYPES
 from zyfa_backend.sglang.batch import host_numbers
@@ -77,6 +78,7 @@ class TritonPath(Path):
         self.context = self.slots_of_tokens.shape[1]
         self._served = backend.all_served
         self._graph: Step | None = None
+        self._saturation: dict[str, DeviceSaturation] = {}
 
     def kernels(self, qk_dim: int, v_dim: int, dtype: str) -> dict[str, str]:
         shape = dispatch.Shape(qk_dim, v_dim, "causal", self.config, dtype)
@@ -124,8 +126,14 @@ class TritonPath(Path):
 
         rotate_quantize_write(
             k, v, to[0].unsqueeze(1), to[1].unsqueeze(1), slots, served.scales.k, served.scales.v,
-            rotation=self.config.rotation, qk_format=self.config.qk_format,
+            rotation=self.config.rotation, qk_format=self.config.qk_format, saturated=self._saturated(served).counts,
         )  # fmt: skip
+
+    def _saturated(self, served: Served) -> DeviceSaturation:
+        found = self._saturation.get(served.name)
+        if found is None:
+            found = self._saturation[served.name] = DeviceSaturation(served.name, self.device)
+        return found
 
     def plan(self, forward_batch: Any) -> Step:
         """The step of a batch that runs outside of graphs."""
@@ -156,6 +164,9 @@ class TritonPath(Path):
         from zyfa_kernels.triton.prefill import prefill
 
         assert step.cu_seqlens_q is not None
+        if self.device.type == "cuda":
+            # Here and not where the pool is written, which a captured graph may do without the host.
+            self._saturated(served).look()
         tokens, config = step.tokens, self.config
         out = torch.empty(*query.shape[:2], layer.v_head_dim, dtype=query.dtype, device=query.device)
         out[tokens:].zero_()
