@@ -37,3 +37,18 @@ def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test means the switches that it sets itself."""
     for name in [name for name in os.environ if name.startswith("ZYFA_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_without_quantisation(request: pytest.FixtureRequest) -> None:
+    """On a GPU the engine's backend serves what is not quantised."""
+    import torch
+
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    on_gpu = request.config.getoption("--device") != "cpu"
+    if on_gpu and (parameters.get("cache") == torch.bfloat16 or request.node.get_closest_marker("unquantised")):
+        pytest.skip("ZYFA has no kernel on a GPU for a cache that is not quantised")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "unquantised: of a cache in the model's dtype, which ZYFA serves on a CPU alone")

@@ -47,6 +47,8 @@ class Rig:
 
     cache: dtype of the token pool. windows: sliding window of each layer as SGLang counts it, -1 for none.
     window_layers: layers whose K and V lie in a pool of their own (SWAKVPool). decode: name of the decode backend.
+    page: slots of a page of the pool; context: tokens of the longest request.
+    kernels: "torch" or "triton" instead of the device's own.
     """
 
     def __init__(
@@ -62,19 +64,24 @@ class Rig:
         prefill: str = "zyfa",
         device: str = "cpu",
         seed: int = 0,
+        page: int = 1,
+        context: int = CONTEXT,
+        kernels: str | None = None,
         **layer_arguments: Any,
     ) -> None:
         self.q_heads, self.kv_heads, self.dim, self.dtype, self.device = q_heads, kv_heads, dim, dtype, device
         self.model = Model(q_heads, kv_heads, dim, windows, **layer_arguments).to(device)
-        self.requests = ReqToTokenPool(16, CONTEXT, device, enable_memory_saver=False)
-        common = {"page_size": 1, "dtype": cache, "head_num": kv_heads, "head_dim": dim, "device": device}
+        self.requests = ReqToTokenPool(16, context, device, enable_memory_saver=False)
+        common = {"page_size": page, "dtype": cache, "head_num": kv_heads, "head_dim": dim, "device": device}
         if window_layers:
             full = [index for index in range(len(windows)) if index not in window_layers]
             self.pool: Any = SWAKVPool(
                 SLOTS, SLOTS, swa_attention_layer_ids=list(window_layers), full_attention_layer_ids=full, **common
             )
             # Slots of the window's pool, in another order than those of the full one.
-            mapping = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.randperm(SLOTS), torch.tensor([-1])])
+            pages = 1 + torch.randperm(SLOTS // page)
+            slots = (pages[:, None] * page + torch.arange(page)).flatten()
+            mapping = torch.cat([torch.arange(page), slots, torch.tensor([-1])])
             self.pool.register_mapping(mapping.to(device))
         else:
             self.pool = MHATokenToKVPool(SLOTS, layer_num=len(windows), enable_memory_saver=False, **common)
@@ -92,9 +99,11 @@ class Rig:
             prefill_attention_backend_str=prefill,
             decode_attention_backend_str=decode,
         )
-        self._free = iter((1 + torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(seed))).tolist())
+        self.page = page
+        pages = 1 + torch.randperm(SLOTS // page - 1, generator=torch.Generator().manual_seed(seed))
+        self._free = iter(pages.tolist())
         self._next_row = 1
-        self.backend = selection.create(self.runner) if prefill == "zyfa" or decode == "zyfa" else None
+        self.backend = selection.create(self.runner, kernels) if prefill == "zyfa" or decode == "zyfa" else None
 
     def request(self) -> int:
         """A new row of the request pool."""
@@ -105,7 +114,7 @@ class Rig:
         self, rows: Sequence[int], before: Sequence[int], new: Sequence[int], mode: ForwardMode = ForwardMode.EXTEND
     ) -> ForwardBatch:
         """A batch in which request `rows[i]`, of whose tokens `before[i]` are cached, gets `new[i]` more."""
-        slots = torch.tensor([next(self._free) for _ in range(sum(new))], dtype=torch.long, device=self.device)
+        slots = torch.tensor(self._slots(rows, before, new), dtype=torch.long, device=self.device)
         for row, start, part in zip(rows, before, slots.split(list(new)), strict=True):
             self.requests.req_to_token[row, start : start + part.numel()] = part.int()
         lengths = torch.tensor([a + b for a, b in zip(before, new, strict=True)], device=self.device)
@@ -124,6 +133,16 @@ class Rig:
             batch.extend_seq_lens = torch.tensor(list(new), device=self.device)
             batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = list(before), list(new)
         return batch
+
+    def _slots(self, rows: Sequence[int], before: Sequence[int], new: Sequence[int]) -> list[int]:
+        """New tokens fill a request's last page, then pages that are free."""
+        out = []
+        for row, start, count in zip(rows, before, new, strict=True):
+            last = int(self.requests.req_to_token[row, start - 1]) if start else -1
+            for position in range(start, start + count):
+                last = last + 1 if position % self.page else next(self._free) * self.page
+                out.append(last)
+        return out
 
     def decode(self, rows: Sequence[int], before: Sequence[int]) -> ForwardBatch:
         return self.extend(rows, before, [1] * len(rows), ForwardMode.DECODE)
@@ -146,7 +165,8 @@ class Rig:
             return torch.randn(tokens, heads, self.dim, generator=random)
 
         q, k, v = normal(self.q_heads), normal(self.kv_heads), normal(self.kv_heads)
-        q[..., 3], k[..., 3], k[..., 70] = q[..., 3] * 4, k[..., 3] * 6, k[..., 70] - 8
+        far = self.dim // 2 + 6
+        q[..., 3], k[..., 3], k[..., far] = q[..., 3] * 4, k[..., 3] * 6, k[..., far] - 8
         return tuple(x.to(self.dtype).to(self.device) for x in (q, k, v))
 
     def slots_of(self, row: int, length: int, layer: int = 0) -> torch.Tensor:

@@ -79,8 +79,9 @@ def test_ragged_extend_over_prefixes_then_decode(cache, device, tmp_path, monkey
         assert error(out[n : n + 1].cpu(), expected(rig, q[n : n + 1], *held)) < ROW_BOUND[cache]
     kernels = zyfa_backend.counters.snapshot()["kernels"]
     stem, tail = ("fp8", "-lean") if cache == FP8 else ("bf16", "")
-    assert kernels[f"torch/{stem}-hd128-causal{tail}"] == {"calls": 2, "tokens": sum(whole)}
-    assert kernels[f"torch/{stem}-hd128-decode{tail}"] == {"calls": 1, "tokens": 5}
+    stem = f"{'torch' if device == 'cpu' else 'triton'}/{stem}"
+    assert kernels[f"{stem}-hd128-causal{tail}"] == {"calls": 2, "tokens": sum(whole)}
+    assert kernels[f"{stem}-hd128-decode{tail}"] == {"calls": 1, "tokens": 5}
 
 
 def test_the_pool_holds_rotated_k_and_v_by_the_specification(device, tmp_path, monkeypatch) -> None:
@@ -221,7 +222,10 @@ def test_weights_sum_to_one(preset, device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("preset", ["exact", "lean-no-rotation", "int8"])
 def test_presets_agree_with_attention_on_the_same_tokens(preset, device, monkeypatch) -> None:
-    """One prefill through the pool gives the bits of `zyfa_backend.attention` with the pool's scales."""
+    """One prefill through the pool gives the bits of `zyfa_backend.attention` with the pool's scales.
+
+    On a GPU, where that is torch's reference beside the Triton kernels, what a few codes of P make of them.
+    """
     monkeypatch.setenv("ZYFA_CONFIG", preset)
     rig = Rig(device=device)
     q, k, v = rig.tensors(200)
@@ -231,7 +235,7 @@ def test_presets_agree_with_attention_on_the_same_tokens(preset, device, monkeyp
         q, k, v, softmax_scale=128**-0.5, config=PRESETS[preset], k_scale=held.k, v_scale=held.v
     )
     assert held.frozen and held.source == "calibrated"
-    assert torch.equal(out, want)
+    assert torch.equal(out, want) if device == "cpu" else error(out, want) < 0.01
 
 
 def test_made_up_tokens_do_not_calibrate(device) -> None:
@@ -295,6 +299,7 @@ def test_health_checks_do_not_count(device) -> None:
     assert torch.allclose(held.k.cpu().double(), rotated(k2).abs().amax((0, 2)) * 2 / 448, rtol=1e-5)
 
 
+@pytest.mark.unquantised
 def test_padding_behind_the_batch_gives_zeros(device) -> None:
     rig = Rig(torch.bfloat16, device=device)
     q, k, v = rig.tensors(80)

@@ -29,11 +29,11 @@ def read_batch(forward_batch: Any) -> Batch:
     extends: list[tuple[int, int, int, torch.Tensor]] = []
     lengths: list[int] = []
     if forward_batch.forward_mode.is_decode_or_idle():
-        lengths = _host(forward_batch.seq_lens_cpu, forward_batch.seq_lens)[: forward_batch.batch_size]
+        lengths = host_numbers(forward_batch.seq_lens_cpu, forward_batch.seq_lens)[: forward_batch.batch_size]
         tokens = len(lengths)
     else:
-        new = _host(forward_batch.extend_seq_lens_cpu, forward_batch.extend_seq_lens)
-        before = _host(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_prefix_lens)
+        new = host_numbers(forward_batch.extend_seq_lens_cpu, forward_batch.extend_seq_lens)
+        before = host_numbers(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_prefix_lens)
         tokens = 0
         for row, (count, prefix) in enumerate(zip(new, before, strict=True)):
             if count:
@@ -42,7 +42,7 @@ def read_batch(forward_batch: Any) -> Batch:
     return Batch(tuple(extends), lengths, rows[: len(lengths)] if lengths else None, tokens)
 
 
-def _host(held: Any, device: torch.Tensor) -> list[int]:
+def host_numbers(held: Any, device: torch.Tensor) -> list[int]:
     """The numbers that SGLang keeps on the host where it does, else those of the device."""
     if held is None:
         return device.tolist()

@@ -57,9 +57,14 @@ def _written(
     ours: ZyfaAttnBackend, served: Served, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor, save: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes K and V as ZYFA does and returns what was written, in the cache's terms and k's dtype and shape."""
-    codes = ours.encode(layer, served, forward_batch, k, v)
-    if save or ours.written_by_the_engine(forward_batch):
-        ours.write(layer, served, forward_batch, *codes)
+    save = save or ours.written_by_the_engine(forward_batch)
+    if save and ours.path.stores_at_once and forward_batch.forward_mode.is_decode():
+        # A decode on a GPU reads them from the pool.
+        ours.path.store(layer, served, forward_batch, k, v)
+        return k, v
+    codes = ours.path.encode(layer, served, forward_batch, k, v)
+    if save:
+        ours.path.write(layer, served, forward_batch, *codes)
     if not ours.config.quantized:
         return codes[0].view(k.shape), codes[1].view(v.shape)
     # bf16 and fp16 hold e4m3 exactly.

@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from zyfa_backend import dispatch, reference, settings
 from zyfa_backend.config import LEAN, UNQUANTIZED, AttentionConfig
+from zyfa_backend.contiguous import attend
 from zyfa_backend.dispatch import MLA_DIMS, Unsupported
 from zyfa_backend.serving import DTYPES, announce
 from zyfa_backend.sglang import NAME
@@ -60,13 +61,14 @@ def mla_config(cache: str) -> AttentionConfig:
 class ZyfaMLABackend(AttentionBackend):
     """Receives q [T, H, 192], k [T, H, 192] and v [T, H, 128] of the model's dtype and quantises them itself.
 
-    K and V are scaled per head and request by their own maximum, so no calibration is needed and no request reaches
-    another. runner: as for `ZyfaAttnBackend`. Raises Unsupported.
+    K and V are scaled per head by their own maximum, so no calibration is needed: on a CPU that of the request, on a
+    GPU that of all requests of a call. No request's NaN reaches another. runner, kernels: as for `ZyfaAttnBackend`.
+    Raises Unsupported.
     """
 
     needs_cpu_seq_lens = True
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, kernels: str | None = None) -> None:
         super().__init__()
         if decode_name(runner) == NAME:
             raise Unsupported(
@@ -86,10 +88,21 @@ class ZyfaMLABackend(AttentionBackend):
         dims = (nope, rope, getattr(model, "v_head_dim", None))
         if dims != (128, 64, 128):
             raise Unsupported(f"MLA with nope, rope and value dimensions {dims} (supported: (128, 64, 128))")
+        self.triton = (kernels or ("torch" if self.device.startswith("cpu") else "triton")) == "triton"
+        if self.triton and not self.config.quantized:
+            raise Unsupported(
+                "MLA's prefill without quantisation has no kernel on a GPU; add --kv-cache-dtype fp8_e4m3 or set "
+                "ZYFA_CONFIG=lean, which leaves the latent cache as it is"
+            )
+        if self.triton and runner.dtype not in (torch.bfloat16, torch.float16):
+            raise Unsupported(f"dtype {DTYPES[runner.dtype]} on a GPU (supported: bf16, fp16)")
         self._kernels = {
-            phase: dispatch.select(dispatch.Shape(*MLA_DIMS, phase, self.config, DTYPES[runner.dtype]), self.device)
+            phase: dispatch.select(
+                dispatch.Shape(*MLA_DIMS, phase, self.config, DTYPES[runner.dtype]), "cuda" if self.triton else "cpu"
+            )
             for phase in ("causal", "full")
         }
+        self._starts: dict[str, torch.Tensor] = {}
         register_handler()
         announce(
             f"ZYFA serves MLA prefill with heads of 192/128: new tokens {self._kernels['causal']}, context chunks "
@@ -100,6 +113,7 @@ class ZyfaMLABackend(AttentionBackend):
         if in_capture:
             raise Unsupported(_ABSORBED)
         self.forward_metadata = read_batch(forward_batch)
+        self._starts.clear()
         if self.device.startswith("cpu") and not forward_batch.forward_mode.is_decode_or_idle():
             # SGLang lists them by a kernel that needs a GPU, unless they are there.
             table = self.req_to_token_pool.req_to_token
@@ -145,7 +159,7 @@ class ZyfaMLABackend(AttentionBackend):
             # Of every request, also one without a prefix, which has no key here.
             keys = forward_batch.prefix_chunk_seq_lens_cpu[forward_batch.prefix_chunk_idx].tolist()
         elif getattr(forward_batch, "mha_one_shot", False):
-            keys = [length for _, _, length, _ in batch.extends]
+            keys = [length for _, _, length, _ in batch.extends]  # of which the new ones are a part
         else:
             keys = new
         phase = "full" if chunk else "causal"
@@ -153,20 +167,34 @@ class ZyfaMLABackend(AttentionBackend):
         query = q.reshape(-1, heads, layer.qk_head_dim)
         out = query.new_zeros(query.shape[0], heads, layer.v_head_dim)
         lse = torch.full((query.shape[0], heads), -torch.inf, dtype=torch.float32, device=query.device)
-        result, result_lse = reference.attention(
+        form = f"chunk {forward_batch.prefix_chunk_idx}" if chunk else "all" if keys is not new else "new"
+        operands = (
             query[: batch.tokens],
             k.reshape(-1, heads, layer.qk_head_dim)[: sum(keys)],
             v.reshape(-1, heads, layer.v_head_dim)[: sum(keys)],
-            softmax_scale=layer.scaling,
-            causal=not chunk,
-            cu_seqlens_q=_offsets(new),
-            cu_seqlens_k=_offsets(keys),
-            config=self.config,
         )
+        starts = self._offsets("new", new), self._offsets(form, keys)
+        if self.triton:
+            longest = max(new, default=0), max(keys, default=0)
+            result, result_lse = attend(*operands, *starts, longest, layer.scaling, not chunk, self.config)
+        else:
+            result, result_lse = reference.attention(
+                *operands,
+                softmax_scale=layer.scaling,
+                causal=not chunk,
+                cu_seqlens_q=starts[0],
+                cu_seqlens_k=starts[1],
+                config=self.config,
+            )
         out[: batch.tokens], lse[: batch.tokens] = result, result_lse.T
         dispatch.counters.add(self._kernels[phase], batch.tokens)
         return (out, lse) if forward_batch.mha_return_lse else out.flatten(1)
 
-
-def _offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
+    def _offsets(self, name: str, lengths: list[int]) -> torch.Tensor:
+        """Where sequences begin, int32 [B + 1], made once a step and copied behind what the GPU does."""
+        if name not in self._starts:
+            held = torch.tensor([0, *lengths]).cumsum(0).int()
+            if self.device.startswith("cuda"):
+                held = held.pin_memory().to(self.device, non_blocking=True)
+            self._starts[name] = held
+        return self._starts[name]

@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 
 from zyfa_backend import dispatch, reference, settings
 from zyfa_backend.config import UNQUANTIZED, AttentionConfig, parse
+from zyfa_backend.contiguous import attend
 from zyfa_backend.serving import DTYPES, QUANTIZED_CACHES, announce
 from zyfa_backend.vllm.selection import MLA_CONFIG
 
@@ -79,7 +80,7 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
         """(out, lse). longest: the most queries and keys of a request, as the host knows them."""
         if q.device.type != "cpu":
             dispatch.counters.add(self._kernels[phase], q.shape[0])
-            return _run_on_gpu(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, self.scale, phase == "causal", self.config)
+            return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, self.scale, phase == "causal", self.config)
         tokens, keys = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
         dispatch.counters.add(self._kernels[phase], tokens)
         return reference.attention(
@@ -92,36 +93,3 @@ class ZyfaMLAPrefillBackend(MLAPrefillBackend):
             cu_seqlens_k=cu_seqlens_k,
             config=self.config,
         )
-
-
-def _run_on_gpu(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, softmax_scale, causal, config):
-    """One launch for all requests; K and V are scaled per head by the largest value of the call."""
-    from zyfa_kernels.triton.prefill import prefill
-    from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_write
-
-    numerics = {"rotation": config.rotation, "qk_format": config.qk_format}
-    codes, q_scale = rotate_quantize_q(q, **numerics)
-    keys, heads, dim = k.shape
-    # A row's own scale is its largest rotated value over the format's; a row with a NaN has a NaN and does not count.
-    k_scale = torch.nan_to_num(rotate_quantize_q(k, **numerics)[1]).amax(0)
-    largest = torch.nan_to_num(v.abs().amax(-1).float(), posinf=0.0).amax(0)
-    v_scale = torch.where(largest > 0, largest / 448, 1.0)
-    k_codes = torch.empty(1, keys, heads, dim, dtype=torch.uint8, device=k.device)
-    v_codes = torch.empty(1, keys, heads, v.shape[2], dtype=torch.uint8, device=k.device)
-    slots = torch.arange(keys, device=k.device)
-    rotate_quantize_write(k, v, k_codes, v_codes, slots, k_scale, v_scale, **numerics)
-    return prefill(
-        codes, q_scale, k_codes[0], v_codes[0], k_scale, v_scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=longest[0],
-        max_seqlen_k=longest[1],
-        softmax_scale=softmax_scale,
-        causal=causal,
-        p=config.probabilities,
-        qk_format=config.qk_format,
-        offset=config.offset,
-        delta=config.delta,
-        out=torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device),
-        lse=True,
-    )  # fmt: skip
