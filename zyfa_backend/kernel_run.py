@@ -25,6 +25,8 @@ TILE = 128  # keys after which these kernels renew the running maximum
 HEAD_DIM = 128
 # Next to zero, fp32 sums in another order differ by up to 1.3e-6 of the outputs' size (seen in 628 million elements).
 NEAR_ZERO = 2e-6
+LARGEST_SCORE = 1e30  # in log2 units; no model comes near
+LOG2E = 1 / math.log(2)
 MAX_TOKENS, MAX_HEADS, MAX_SEED = 1 << 20, 1024, (1 << 63) - 1
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -131,6 +133,10 @@ def load(
             f"{asked} does not fit {where} with its {tokens} tokens: context is at least 0, seq at least 1, and their "
             f"sum at most {tokens}"
         )
+    largest = float(torch.finfo(torch.bfloat16).max)
+    for name, array in arrays.items():
+        if (top := float(np.abs(array.astype(np.float64)).max())) > largest:
+            raise RunError(f"{name} in {where} holds {top:.3g}; the kernels take bf16, {largest:.3g} at most")
     q, k, v = (torch.from_numpy(np.asarray(arrays[n], np.float32)).bfloat16()[:end] for n in "qkv")
     return quantize([(q[context:], k, v)], causal, lean, softmax_scale=softmax_scale, window=window)
 
@@ -230,6 +236,8 @@ def compare(name: str, problems: Sequence[Problem], on: str, page: int | None = 
     if page is not None and (page < 8 or page & (page - 1)):
         raise RunError(f"page={page} is not accepted; a power of two from 8 on is")
     device: Device = EmulatorDevice(loaded(name)) if on == "emulator" else GpuDevice()
+    for problem in problems:
+        _check_range(problem)
     start = time.perf_counter()
     outputs, instructions = launch(device, name, problems, page=page)
     seconds = time.perf_counter() - start
@@ -237,6 +245,17 @@ def compare(name: str, problems: Sequence[Problem], on: str, page: int | None = 
     if wrong:
         raise RuntimeError(f"{name} gave {wrong} values that are not finite, of finite inputs")
     return {**judge(problems, outputs), "instructions": instructions, "seconds": seconds}
+
+
+def _check_range(problem: Problem) -> None:
+    """Raises RunError where scores could leave the range in which differences of them are finite in fp32."""
+    scale = problem.softmax_scale * LOG2E * HEAD_DIM
+    largest = scale * 448.0**2 * float(problem.q.scale.double().max()) * float(problem.k.scale.double().max())
+    if not largest <= LARGEST_SCORE:
+        raise RunError(
+            f"scores of up to {largest:.3g} (softmax_scale · log2(e) · {HEAD_DIM} · the largest |q| and |k|) are not "
+            f"accepted; {LARGEST_SCORE:g} is the most"
+        )
 
 
 def judge(

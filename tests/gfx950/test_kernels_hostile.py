@@ -34,6 +34,7 @@ def refused(capsys, *arguments: str, status: int = 2) -> str:
         (["cycles", LEAN, "--picture", "/nowhere/loop.png"], "'/nowhere/loop.png' is not accepted"),
         ([*RUN, "--full"], "it runs with --causal"),
         ([*RUN, "--q-heads", "3", "--kv-heads", "2"], "q_heads=3 is not a multiple of kv_heads=2"),
+        ([*RUN, "--q-heads", "390", "--kv-heads", "2"], "q_heads=390 with kv_heads=2 is not accepted: the"),
         ([*RUN, "--q-heads", "0"], "q_heads=0 is not accepted; it lies in 1 .. 1024"),
         ([*RUN, "--kv-heads", "-1"], "kv_heads=-1 is not accepted"),
         ([*RUN, "--q-heads", "2000"], "q_heads=2000 is not accepted"),
@@ -128,6 +129,7 @@ def with_nan() -> dict[str, np.ndarray]:
         ({n: a[:, 0] for n, a in arrays().items()}, [], "[4, 128]; wanted numbers [tokens, heads, 128]"),
         (arrays(tokens=0), [], "[0, 1, 128]; wanted numbers"),
         (with_nan(), [], "k in {path} is not finite everywhere: 1 of 512"),
+        ({**arrays(), "k": np.full((4, 1, 128), 1e60)}, [], "k in {path} holds 1e+60; the kernels take bf16, 3.39e+38"),
         (arrays(q_heads=3, kv_heads=2), [], "shapes [4, 3, 128], [4, 2, 128], [4, 2, 128]"),
         (arrays() | {"k": np.zeros((5, 1, 128), np.float32)}, [], "shapes [4, 1, 128], [5, 1, 128], [4, 1, 128]"),
         (arrays() | {"q": np.array([{}], object)}, [], "Object arrays cannot be loaded"),
@@ -139,13 +141,19 @@ def with_nan() -> dict[str, np.ndarray]:
         (arrays(), ["--seq", "1,2"], "a file is one sequence"),
         (arrays(), ["--kv-heads", "2"], "--kv-heads 2: "),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_captures_that_do_not_fit(capsys, tmp_path, content, options, says):
     path = tmp_path / "x.npz"
     np.savez(path, **content)
     line = refused(capsys, *RUN, "--input", str(path), *options)
     assert says.format(path=repr(str(path))) in line and str(path) in line or "one sequence" in line
+
+
+def test_scores_beyond_the_range_of_fp32(capsys, tmp_path):
+    path = tmp_path / "x.npz"
+    np.savez(path, **{name: array * 1e18 for name, array in arrays().items()})
+    assert "1e+30 is the most" in refused(capsys, *RUN, "--input", str(path))
 
 
 @pytest.mark.parametrize("data", [b"", b"text", b"PK\x03\x04" + bytes(50)])

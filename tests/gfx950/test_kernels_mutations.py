@@ -192,6 +192,21 @@ def test_other_checks(name):
     assert set(rules(lds.format(made.lds_bytes), lds.format(160 * 1024 + 16))) == {"lds-budget"}
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "rule", "at"),
+    [
+        ("_segment_fixed_size 131072\n", "_segment_fixed_size 65536\n", "lds-range", "ds_read_b64_tr_b8"),
+        (r"(ds_read_b128 v\[168:171\], v208 offset:)24576", r"\g<1>24584", "alignment", "ds_read_b128"),
+    ],
+)
+def test_lds_accesses_out_of_range_or_misaligned(old, new, rule, at):
+    name = names()[0]
+    text = "\n".join(lines(name))
+    report = check(CodeObject.load(assemble(re.sub(old, new, text, count=1))))
+    found = [v for v in report.violations if v.rule == rule]
+    assert found and all(at in v.instruction for v in found)
+
+
 def test_bank_conflicts_without_the_swizzle():
     name = names()[0]
     without = changed(name, r"    v_xor_b32 (v\d+), \1, (v\d+)( *// swizzle of the row)", r"    v_mov_b32 \1, 0\3")

@@ -258,3 +258,24 @@ def test_output_lies_inside_the_hull_of_v():
     low, high = torch.cummin(v, 0).values, torch.cummax(v, 0).values
     slack = 2.0**-8 * v.abs().max()
     assert (out.float() >= low - slack).all() and (out.float() <= high + slack).all()
+
+
+@pytest.mark.parametrize("heads", [(257, 1), (1000, 125), (1024, 16)])
+def test_many_heads_find_their_keys(heads):
+    """The last KV heads differ from the others, so a wrong one is another answer."""
+    p = gaussian(1, *heads, 20, causal=False, lean=True, kind="gaussian")
+    ((out, _),) = launch([p])
+    assert torch.allclose(out.float(), expected(p)[0].float(), rtol=2**-7, atol=1e-6)
+
+
+def test_the_kernels_division_by_the_group_is_exact_wherever_a_launch_is_accepted():
+    from zyfa_kernels.runtime.attention import LaunchError, _group_magic
+
+    for q_heads in range(1, 1025):
+        for group in (g for g in range(1, q_heads + 1) if q_heads % g == 0):
+            try:
+                factor = _group_magic(q_heads, group)
+            except LaunchError:
+                assert group > 64 and group & (group - 1) and group < q_heads
+            else:
+                assert [head * factor >> 16 for head in range(q_heads)] == [head // group for head in range(q_heads)]

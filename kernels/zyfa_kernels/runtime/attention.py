@@ -52,6 +52,17 @@ class Launch:
     kernarg: bytes
 
 
+def _group_magic(q_heads: int, group: int) -> int:
+    """By what the kernels divide: head * factor >> 16 is head // group for all heads. Raises LaunchError."""
+    factor = -(-65536 // group) if q_heads > group else 0
+    if any(head * factor >> 16 != head // group for head in range(q_heads)):
+        raise LaunchError(
+            f"q_heads={q_heads} with kv_heads={q_heads // group} is not accepted: the kernels' division by a group "
+            f"of {group} is not exact up to there; groups of up to 64, powers of two and kv_heads=1 are"
+        )
+    return factor
+
+
 def attention_launch(
     name: str,
     *,
@@ -153,7 +164,7 @@ def attention_launch(
         q_scale_head=q_scale.head,
         lse_head=lse_head,
         kv_scale_head=4 if scale_per_head else 0,
-        group_magic=-(-65536 // group),
+        group_magic=_group_magic(q_heads, group),
         q_tiles=tiles,
         xcd_mask=DIES - 1 if spread else 0,
         xcd_heads=q_heads // DIES if spread else 0,

@@ -16,6 +16,8 @@ from .banks import turns
 from .report import BankConflict, Violation
 
 _RULES = {"lds-before-wait": "lds-wait", "lds-race": "lds-barrier", "lds-overwrite": "lds-overwrite"}
+# A run ends at these, of addresses that it knows: true whichever way the branches go.
+_FATAL = ("lds-range", "alignment")
 
 
 def check_lds(
@@ -25,7 +27,8 @@ def check_lds(
     runs = [run_skeleton(code, kernel, route, workgroup, flow=flow) for route in routes]
     violations: dict[tuple[str, int], Violation] = {}
     for run in runs:
-        for found in run.hazards:
+        fatal = [run.stopped_by] if run.stopped_by is not None and run.stopped_by.kind in _FATAL else []
+        for found in [*run.hazards, *fatal]:
             rule = _RULES.get(found.kind, found.kind)
             text = f"wave {found.wave}, lane {found.lane}: {found.message}; on the route {_name(run.route)}"
             address = found.address or 0
@@ -47,7 +50,7 @@ def _notes(kernel: Kernel, flow: Flow, runs: list[SkeletonRun]) -> list[str]:
     if reachable - visited:
         share = len(reachable & visited) / len(reachable)
         notes.append(f"{kernel.name}: the LDS runs reached {share:.0%} of the instructions")
-    stopped = {str(run.stopped_by.kind) for run in runs if run.stopped_by is not None}
+    stopped = {str(run.stopped_by.kind) for run in runs if run.stopped_by is not None} - set(_FATAL)
     if stopped:
         notes.append(
             f"{kernel.name}: some routes end early ({', '.join(sorted(stopped))}): their branches do not go together"

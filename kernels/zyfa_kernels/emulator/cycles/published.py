@@ -19,8 +19,8 @@ Modelled main loops against published throughput (`compare`, TFLOP/s):
 The factor is 0.740 with a standard deviation of 0.024: eight kernels from 1246 to 4000 TFLOP/s within -4% and +7%. v4
 over v3 fp8 is modelled as 1.45, published 1.50; bf16 at 49.5% of peak is among the eight. What the fit says of the
 parameters (standard deviation of the factor over its mean): as they are 3.2%; mfma_issue 4 cycles 6.8%, 12 4.8%, 20
-2.7%; LDS at 256 B a cycle 5.4%; v_exp_f32 at 16 cycles 8.9%; a barrier of 64 cycles 4.3%. mfma_issue is the only one
-that was chosen by these figures.
+2.7%; LDS at 256 B a cycle 5.4%; v_exp_f32 at 16 cycles 8.9%; a barrier of 64 cycles 4.3%. mfma_issue was chosen by
+these figures (see `params`); of 128 and 256 B a cycle for the LDS they favour 128, the one in use.
 
 Where it misses: the matrix pipe of v3 fp8 idles beside vector work in 40% of the cycles, published 31.7%. The published
 60% (exact P) and 86% (lean P) busy are of kernels that are not at hand; ZYFA's own come out at 74% and 94%.
