@@ -28,6 +28,7 @@ def refused(capsys, *arguments: str, status: int = 2) -> str:
     [
         (["run", "fp8-hd999"], "no kernel is named 'fp8-hd999'; there are fp8-hd128-causal-exact"),
         (["build", "nothing"], "no kernel is named 'nothing'"),
+        (["build", LEAN, "--out", ""], "--out '' is not accepted; give the path of a folder, or . for the current one"),
         (["check", "/nowhere.co"], "'/nowhere.co' is neither a readable file (No such file or directory) nor one of"),
         (["cycles", "/tmp"], "'/tmp' is neither a readable file (Is a directory)"),
         (["cycles", LEAN, "--picture", "loop.txt"], "'loop.txt' is not accepted; a .png or .svg"),
@@ -132,6 +133,19 @@ def with_nan() -> dict[str, np.ndarray]:
         (arrays() | {"k": np.zeros((5, 1, 128), np.float32)}, [], "shapes [4, 1, 128], [5, 1, 128], [4, 1, 128]"),
         (arrays() | {"q": np.array([{}], object)}, [], "Object arrays cannot be loaded"),
         (arrays() | {"softmax_scale": np.array(-1.0)}, [], "softmax_scale in {path} is -1.0; it is positive"),
+        (
+            arrays() | {"softmax_scale": np.full((1, 2), 0.1)},
+            [],
+            "softmax_scale in {path} is float64 [1, 2]; wanted one number, positive and finite",
+        ),
+        (arrays() | {"softmax_scale": "0.1"}, [], "softmax_scale in {path} is '0.1'; wanted one number"),
+        (arrays() | {"softmax_scale": True}, [], "softmax_scale in {path} is True; wanted one number"),
+        (arrays() | {"softmax_scale": 0.1j}, [], "softmax_scale in {path} is 0.1j; wanted one number"),
+        (
+            {f"layer{n}.{x}": a for n in (10, 2, 1) for x, a in arrays().items()},
+            [],
+            "choose one of layers 1, 2, 10 by --layer",
+        ),
         ({f"layer{n}.{x}": a for n in (1, 2) for x, a in arrays().items()}, [], "choose one of layers 1, 2 by --layer"),
         ({f"layer{n}.{x}": a for n in (1, 2) for x, a in arrays().items()}, ["--layer", "3"], "q, k and v of layer 3"),
         (arrays(), ["--seq", "5"], "seq=5 does not fit {path} with its 4 tokens"),
@@ -139,7 +153,7 @@ def with_nan() -> dict[str, np.ndarray]:
         (arrays(), ["--seq", "1,2"], "a file is one sequence"),
         (arrays(), ["--kv-heads", "2"], "--kv-heads 2: "),
     ],
-    ids=range(16),
+    ids=range(21),
 )
 def test_captures_that_do_not_fit(capsys, tmp_path, content, options, says):
     path = tmp_path / "x.npz"
