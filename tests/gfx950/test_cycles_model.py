@@ -12,6 +12,7 @@ from harness import assemble, source  # noqa: E402
 from zyfa_kernels.emulator import CodeObject  # noqa: E402
 from zyfa_kernels.emulator.cycles import Parameters, model  # noqa: E402
 from zyfa_kernels.emulator.cycles.costs import CostTable  # noqa: E402
+from zyfa_kernels.emulator.cycles.mainloop import _limiter  # noqa: E402
 from zyfa_kernels.emulator.cycles.params import SOURCES  # noqa: E402
 from zyfa_kernels.emulator.cycles.simulate import simulate  # noqa: E402
 
@@ -136,6 +137,20 @@ def test_vector_bound_loop():
     assert 2 * 700 * 4 <= iteration < 2 * 700 * 4 * 1.1
     assert report.vector_busy > 0.9 and report.limiter == "vector pipe"
     assert report.as_dict()["modelled"] is True
+
+
+@pytest.mark.parametrize(
+    ("busiest", "stalls", "says"),
+    [
+        ("vector pipe", {"vector pipe": 90.0, "barrier": 5.0, "lgkmcnt": 2.0}, "vector pipe (78% busy), then barrier"),
+        ("vector pipe", {"barrier": 90.0, "vector pipe": 5.0}, "vector pipe (78% busy), then barrier"),
+        ("vector pipe", {"vector pipe": 90.0}, "vector pipe (78% busy)"),
+        ("LDS", {"lds port": 90.0, "vmcnt": 5.0}, "LDS (78% busy), then vmcnt"),
+        ("vector pipe", {}, "vector pipe"),
+    ],
+)
+def test_the_limiter_names_two_different_things(busiest, stalls, says):
+    assert _limiter({"matrix pipe": 0.5, "vector pipe": 0.4, "LDS": 0.1, busiest: 0.78}, stalls) == says
 
 
 def test_picture(tmp_path):

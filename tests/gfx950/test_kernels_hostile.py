@@ -28,6 +28,7 @@ def refused(capsys, *arguments: str, status: int = 2) -> str:
     [
         (["run", "fp8-hd999"], "no kernel is named 'fp8-hd999'; there are fp8-hd128-causal-exact"),
         (["build", "nothing"], "no kernel is named 'nothing'"),
+        (["build", LEAN, "--out", ""], "--out '' is not accepted; give the path of a folder, or . for the current one"),
         (["check", "/nowhere.co"], "'/nowhere.co' is neither a readable file (No such file or directory) nor one of"),
         (["cycles", "/tmp"], "'/tmp' is neither a readable file (Is a directory)"),
         (["cycles", LEAN, "--picture", "loop.txt"], "'loop.txt' is not accepted; a .png or .svg"),
@@ -134,6 +135,19 @@ def with_nan() -> dict[str, np.ndarray]:
         (arrays() | {"k": np.zeros((5, 1, 128), np.float32)}, [], "shapes [4, 1, 128], [5, 1, 128], [4, 1, 128]"),
         (arrays() | {"q": np.array([{}], object)}, [], "Object arrays cannot be loaded"),
         (arrays() | {"softmax_scale": np.array(-1.0)}, [], "softmax_scale in {path} is -1.0; it is positive"),
+        (
+            arrays() | {"softmax_scale": np.full((1, 2), 0.1)},
+            [],
+            "softmax_scale in {path} is float64 [1, 2]; wanted one number, positive and finite",
+        ),
+        (arrays() | {"softmax_scale": "0.1"}, [], "softmax_scale in {path} is '0.1'; wanted one number"),
+        (arrays() | {"softmax_scale": True}, [], "softmax_scale in {path} is True; wanted one number"),
+        (arrays() | {"softmax_scale": 0.1j}, [], "softmax_scale in {path} is 0.1j; wanted one number"),
+        (
+            {f"layer{n}.{x}": a for n in (10, 2, 1) for x, a in arrays().items()},
+            [],
+            "choose one of layers 1, 2, 10 by --layer",
+        ),
         ({f"layer{n}.{x}": a for n in (1, 2) for x, a in arrays().items()}, [], "choose one of layers 1, 2 by --layer"),
         ({f"layer{n}.{x}": a for n in (1, 2) for x, a in arrays().items()}, ["--layer", "3"], "q, k and v of layer 3"),
         (arrays(), ["--seq", "5"], "seq=5 does not fit {path} with its 4 tokens"),
@@ -141,7 +155,7 @@ def with_nan() -> dict[str, np.ndarray]:
         (arrays(), ["--seq", "1,2"], "a file is one sequence"),
         (arrays(), ["--kv-heads", "2"], "--kv-heads 2: "),
     ],
-    ids=range(17),
+    ids=range(22),
 )
 def test_captures_that_do_not_fit(capsys, tmp_path, content, options, says):
     path = tmp_path / "x.npz"
@@ -150,10 +164,10 @@ def test_captures_that_do_not_fit(capsys, tmp_path, content, options, says):
     assert says.format(path=repr(str(path))) in line and str(path) in line or "one sequence" in line
 
 
-def test_scores_beyond_the_range_of_fp32(capsys, tmp_path):
+def test_scores_too_large_for_their_differences(capsys, tmp_path):
     path = tmp_path / "x.npz"
-    np.savez(path, **{name: array * 1e18 for name, array in arrays().items()})
-    assert "1e+30 is the most" in refused(capsys, *RUN, "--input", str(path))
+    np.savez(path, **{name: array * 1e4 for name, array in arrays().items()})
+    assert "1.68e+07 is the most" in refused(capsys, *RUN, "--input", str(path))
 
 
 @pytest.mark.parametrize("data", [b"", b"text", b"PK\x03\x04" + bytes(50)])

@@ -101,45 +101,78 @@ def list_kernels(json: Json = False) -> None:
 
 def build(
     name: Annotated[str | None, typer.Argument(help="Name of a kernel; all without it.")] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the .s and .hsaco files.")] = Path("."),
+    out: Annotated[str, typer.Option("--out", help="Folder for the .s and .hsaco files; made if missing.")] = ".",
     json: Json = False,
 ) -> None:
     """Write the assembly text and the linked code object."""
+    from zyfa_kernels.runtime.files import write_whole
     from zyfa_kernels.runtime.registry import names
 
-    files = []
+    if not out:
+        raise BadInput("--out '' is not accepted; give the path of a folder, or . for the current one")
+    folder, files = Path(out), []
     for each in [name] if name else names():
         text, code = _kernel(each).text(), _code(each)
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for suffix, data in ((".s", text.encode()), (".hsaco", code)):
-                path = out / f"{each}{suffix}"
-                path.write_bytes(data)
+                path = folder / f"{each}{suffix}"
+                write_whole(path, data)
                 files.append(str(path))
         except OSError as error:
-            raise BadInput(f"--out {str(out)!r}: {error.strerror}") from error
+            raise BadInput(f"--out {out!r}: {error.strerror}") from error
     if json:
         print_json({"files": files})
     else:
         print("\n".join(files))
 
 
-def check(target: NameOrFile, json: Json = False) -> None:
+def check(
+    target: NameOrFile,
+    like: Annotated[
+        str | None,
+        typer.Option("--as", metavar="NAME", help="Run the file as this kernel, with its arguments and late loads."),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Exit with 1 for advice too: hazards that LLVM's tables ask to space further apart, but that code "
+            "known to run does not.",
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
     """Static checks of the machine code: hazards, waits, LDS, registers. Exits with 1 if there is a violation.
 
-    A kernel of ours is also run on the emulator with late loads, for what depends on its arguments.
+    A kernel of ours is also run on the emulator with late loads, for what depends on its arguments; so is a file that
+    is a variation of one, with --as NAME.
     """
+    from zyfa_kernels.runtime.registry import names
+
+    if like is not None and target in names():
+        raise BadInput(f"--as {like!r} goes with a file; {target!r} is a kernel of ours and always runs as itself")
+    if like is not None and like not in names():
+        raise BadInput(f"--as {like!r} is not accepted; choose {', '.join(names())}")
     code = _loaded(target)
+    if like is not None and _kernel(like).symbol not in code.kernels:
+        raise BadInput(
+            f"--as {like!r}: {target!r} holds {', '.join(code.kernels)}, not the kernel {_kernel(like).symbol}"
+        )
     from zyfa_kernels.emulator.checks import check as run_checks
     from zyfa_kernels.emulator.checks.report import of_error
-    from zyfa_kernels.runtime.registry import names
 
     from zyfa_backend.kernel_run import delayed_run
 
     report = run_checks(code)
-    if target in names():
-        report.violations += [of_error(error, target) for error in delayed_run(target)]
-        report.notes.append(f"{target}: also run with arguments and late loads, over 1 to 8 tiles of keys")
+    name = target if target in names() else like
+    if name is not None:
+        try:
+            found = delayed_run(name, None if like is None else code)
+        except ValueError as error:  # another size of workgroup or arguments than the kernel it is run as
+            raise BadInput(f"{target!r} does not run as {name}: {error}") from error
+        report.violations += [of_error(error, name) for error in found]
+        report.notes.append(f"{name}: also run with arguments and late loads, over 1 to 8 tiles of keys")
     if json:
         print_json(report.as_dict())
     else:
@@ -150,10 +183,10 @@ def check(target: NameOrFile, json: Json = False) -> None:
         for note in report.notes:
             print(f"note: {note}")
         print(
-            f"{len(report.violations)} violations, {report.instructions} instructions, {report.mfma} of them matrix, "
-            f"{report.bank_conflicts} bank conflicts in the main loop"
+            f"{len(report.violations)} violations, {len(report.advice)} advice, {report.instructions} instructions, "
+            f"{report.mfma} of them matrix, {report.bank_conflicts} bank conflicts in the main loop"
         )
-    if report.violations:
+    if report.violations or (strict and report.advice):
         raise typer.Exit(1)
 
 
@@ -225,7 +258,7 @@ def run(
     json: Json = False,
 ) -> None:
     """Run a kernel and compare it with the reference and with fp64 on the same quantised inputs."""
-    from zyfa_backend import kernel_run
+    from zyfa_backend import kernel_captures, kernel_run
 
     properties = _kernel(name).properties
     if causal is not None and causal != properties["causal"]:
@@ -241,7 +274,7 @@ def run(
             if (lengths and len(lengths) > 1) or len(contexts) > 1:
                 raise BadInput(f"--seq {seq} --context {context}: a file is one sequence, so each is one number")
             length = None if lengths is None else lengths[0]
-            problems = kernel_run.load(Path(input), layer, length, contexts[0], mask, lean, window)
+            problems = kernel_captures.load(Path(input), layer, length, contexts[0], mask, lean, window)
             q, k = problems[0].q.data.shape[1], problems[0].k.data.shape[1]
             for option, asked, has in (("--q-heads", q_heads, q), ("--kv-heads", kv_heads, k)):
                 if asked not in (None, has):

@@ -11,7 +11,7 @@ def check_document(source: str | Path | bytes, workgroup: int | None = None) -> 
     """Static checks of a code object (path or bytes).
 
     Keys: violations (dicts with rule, address, instruction, message, kernel, cause), instructions, mfma,
-    bank_conflicts, lds_accesses (those with conflicts), advice (a count), notes, resources.
+    bank_conflicts, lds_accesses (those with conflicts), advice, notes, resources.
 
     Raises:
         CodeObjectError, UnknownInstruction: the source is no gfx950 code object that can be decoded.

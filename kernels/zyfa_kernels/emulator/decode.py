@@ -88,10 +88,6 @@ class Operand:
     abs: bool = False
 
     @property
-    def is_vector(self) -> bool:
-        return self.reg >= VGPR
-
-    @property
     def regs(self) -> range:
         return range(self.reg, self.reg + self.count) if self.reg >= 0 else range(0)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .decode import EXEC, M0, SCC, VCC, VGPR, Instruction, Operand
+from .decode import EXEC, M0, SCC, VCC, Instruction
 
-# Destinations that keep part of their old content, so that they are read as well.
+# Instructions that keep part of their destination's old content.
 _PARTIAL = (
     "v_cvt_pk_u8_f32",
     "v_cvt_pk_fp8_f32",
@@ -82,7 +82,11 @@ def destination_roles(inst: Instruction) -> tuple[str, ...]:
 
 
 def reads(inst: Instruction) -> list[range]:
-    """Unified register ranges that `inst` reads."""
+    """Unified register ranges that `inst` reads.
+
+    A destination of which it keeps some bits (`partial_destination`) is not among them: a first half or byte may be
+    written into a fresh register; reading that back whole is then the error.
+    """
     name, found = inst.mnemonic, []
     for role, operand in inst.operands.items():
         if role in ("vdst", "sdst") or operand.reg < 0:
@@ -105,8 +109,6 @@ def reads(inst: Instruction) -> list[range]:
         )
     ):
         found.append(inst.operands["vdst"].regs)
-    elif partial_destination(inst) and "vdst" in inst.operands and _keeps_defined_bits(inst):
-        found.append(inst.operands["vdst"].regs)
     elif name.startswith("v_smfmac"):
         found.append(inst.operands["vdst"].regs)
     if inst.encoding == "VOP2" and name in ("v_cndmask_b32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"):
@@ -122,11 +124,6 @@ def reads(inst: Instruction) -> list[range]:
     if name in ("s_bitset0_b32", "s_bitset1_b32", "s_cmovk_i32", "s_cmov_b32", "s_addk_i32", "s_mulk_i32"):
         found.append(inst.operands["sdst"].regs)
     return found
-
-
-def _keeps_defined_bits(inst: Instruction) -> bool:
-    # A first half or byte may be written into a fresh register; reading it back whole is then the error, not this.
-    return False
 
 
 def reads_m0(inst: Instruction) -> bool:
@@ -157,10 +154,6 @@ def writes(inst: Instruction) -> list[range]:
     if name.startswith("v_cmpx") or inst.encoding == "SOP1" and "saveexec" in name:
         found.append(range(EXEC, EXEC + 2))
     return found
-
-
-def vector_operand(operand: Operand | None) -> bool:
-    return operand is not None and operand.reg >= VGPR
 
 
 def is_mfma(inst: Instruction) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from .files import write_whole
 from .registry import kernel
 from .toolchain import assemble
 
@@ -20,20 +21,24 @@ def folder() -> Path:
 
 
 def code_object(name: str) -> bytes:
-    """The linked code object of a kernel, assembled on first use. A folder that can't be written is no error."""
+    """The linked code object of a kernel, assembled on first use. A folder that can't be written is no error.
+
+    A file's name ends in the hash of its content: one that is damaged is removed and assembled anew.
+    """
     text = kernel(name).text()
-    path = folder() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.hsaco"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    stem = f"{name}-{_digest(text.encode())}"
+    with suppress(OSError):
+        for path in sorted(folder().glob(f"{stem}-*.hsaco")):
+            code = path.read_bytes()
+            if path.stem == f"{stem}-{_digest(code)}":
+                return code
+            path.unlink()
     code = assemble(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and renamed, so that another process never sees half of it.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-            part.write(code)
-        os.replace(part.name, path)
-    except OSError:
-        pass
+    with suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        write_whole(folder() / f"{stem}-{_digest(code)}.hsaco", code)
     return code
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

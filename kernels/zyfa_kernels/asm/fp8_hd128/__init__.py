@@ -4,6 +4,9 @@ Grouped queries, a scale per query row and head, scales of K and V per head, pac
 Per tile of 128 keys and wave: 1,088 matrix cycles (16 products, two half-size row sums), and on the vector pipe lean P
 2 instructions a score (exact P 3.5 slots), half a one for the maximum, and about 30 for exponents and bookkeeping.
 
+Scores stay below 2^24 in log2 units: beyond, the rounding of c * maximum to fp32 can lift a P over 448, and the row is
+NaN. Models are orders of magnitude away from it.
+
 Variants tried, by the cycle model (`zyfa kernels cycles`; all figures modelled: cycles of a SIMD for one block of both
 of its waves, and the share in which the matrix pipe runs). AITER's v3 fp8 causal kernel takes 3712 (0.552) there.
 

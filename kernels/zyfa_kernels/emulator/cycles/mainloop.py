@@ -264,8 +264,10 @@ def _limiter(shares: dict[str, float], stalls: dict[str, float]) -> str:
     name, share = max(shares.items(), key=lambda item: item[1])
     if share >= 0.9 or not stalls:
         return name
-    reason = max(stalls, key=lambda name: stalls[name])
-    return f"{name} ({share:.0%} busy), then {reason}"
+    itself = (name, f"{name.lower()} port")
+    others = {reason: cycles for reason, cycles in stalls.items() if reason not in itself}
+    second = f", then {max(others, key=lambda reason: others[reason])}" if others else ""
+    return f"{name} ({share:.0%} busy){second}"
 
 
 def _barriers(flow: Flow, trace: Trace, window: tuple[int, int]) -> list[dict]:
