@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -58,21 +59,17 @@ def test_other_files_stay(grid, tmp_path, capsys):
 
 
 def test_the_recorded_result_is_of_these_kernels_and_complete(grid):
-    """After a change of the kernels: python examples/gfx950_grid.py --out examples/results/gfx950_grid.json"""
+    """After a change of the kernels: examples/gfx950_grid.py --every-pair --out examples/results/gfx950_grid.json"""
     document = json.loads((EXAMPLES / "results" / "gfx950_grid.json").read_text())
-    options = grid.arguments([])
+    options = grid.arguments(["--every-pair"])
     assert document["kernels"] == grid.fingerprints(options.kernels)["kernels"]
     done = grid.read(EXAMPLES / "results" / "gfx950_grid.json", document)
     assert set(grid.cases(options)) <= set(done)
-    shapes = {(c.kernel, c.seq, c.heads, c.context) for c in done}
-    for kernel in options.kernels:
-        for seq in (1, 63, 64, 65, 255, 256, 257):
-            pairs = {(heads, context) for k, s, heads, context in shapes if (k, s) == (kernel, str(seq))}
-            assert pairs == {(h, c) for h in ("1/1", "4/1", "3/1", "9/3") for c in ("0", "1", "77", "512")}
-        for seq in (1000, 2048):
-            pairs = [(heads, context) for k, s, heads, context in shapes if (k, s) == (kernel, str(seq))]
-            assert {h for h, _ in pairs} == {"1/1", "4/1", "3/1", "9/3"}
-            assert {c for _, c in pairs} == {"0", "1", "77", "512"}
+    single = {(c.kernel, c.input, c.seq, c.heads, c.context) for c in done if "," not in c.seq}
+    kernels = [f"fp8-hd128-{mask}-{p}" for mask in ("causal", "full") for p in ("exact", "lean")]
+    seqs = ("1", "63", "64", "65", "255", "256", "257", "1000", "2048")
+    heads, contexts = ("1/1", "4/1", "3/1", "9/3"), ("0", "1", "77", "512")
+    assert single == set(itertools.product(kernels, ("gaussian", "peaked", "ones"), seqs, heads, contexts))
     assert all(figures["passed"] for figures in done.values())
     for case, figures in done.items():
         if case.input == "ones":
