@@ -92,3 +92,13 @@ def test_errors_name_what_is_accepted() -> None:
         rotate(torch.zeros(1, 64), "walsh")
     with pytest.raises(RotationError):
         matrix(80, "signed")
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "signed"])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_the_matrix_is_made_on_the_cpu_whatever_the_default_device(dim, kind):
+    """Engines make the GPU the default device while they load a model."""
+    rotation._paley_12.cache_clear()
+    with torch.device("meta"):
+        made = rotation.matrix.__wrapped__(dim, kind)
+    assert torch.equal(made, rotation.matrix(dim, kind))

@@ -32,8 +32,11 @@ def attend(
     numerics: dict[str, Any] = {"rotation": config.rotation, "qk_format": config.qk_format}
     codes, q_scale = rotate_quantize_q(q, **numerics)
     keys, heads, dim = k.shape
-    # A row's own scale is its largest rotated value over the format's; a row with a NaN has a NaN and does not count.
-    k_scale = torch.nan_to_num(rotate_quantize_q(k, **numerics)[1]).amax(0)
+    # A row's own scale is its largest rotated value over the format's; a row with a NaN has a NaN and does not count,
+    # nor does a row of zeros, whose scale is 1.
+    rows, row_scale = rotate_quantize_q(k, **numerics)
+    k_scale = torch.where((rows.view(torch.uint8) == 0).all(-1), 0.0, torch.nan_to_num(row_scale)).amax(0)
+    k_scale = torch.where(k_scale > 0, k_scale, 1.0)
     largest = torch.nan_to_num(v.abs().amax(-1).float(), posinf=0.0).amax(0)
     v_scale = torch.where(largest > 0, largest / 448, 1.0)
     k_codes = torch.empty(1, keys, heads, dim, dtype=torch.uint8, device=k.device)

@@ -28,9 +28,18 @@ class DeviceSaturation:
         self._copied: torch.cuda.Event | None = None
         self._reported = 0
         self._next = 0.0
+        self._begun = False
+
+    def begin(self) -> None:
+        """Forget what the engine's rehearsals brought; the first call alone does something."""
+        if not self._begun:
+            self._begun = True
+            self.counts.zero_()
 
     def look(self) -> None:
-        """Report what an earlier look has brought, and start another if it is time. Not while a graph is captured."""
+        """Report what an earlier look has brought, and start another if it is time. Not before `begin`."""
+        if not self._begun or torch.cuda.is_current_stream_capturing():
+            return
         if self._copied is not None and self._copied.query():
             assert self._seen is not None
             total = int(self._seen.sum())
@@ -39,7 +48,7 @@ class DeviceSaturation:
                 report_saturation(self.name, total - self._reported)
                 self._reported = total
         now = time.monotonic()
-        if self._copied is not None or now < self._next or torch.cuda.is_current_stream_capturing():
+        if self._copied is not None or now < self._next:
             return
         self._next = now + INTERVAL
         if self._seen is None:

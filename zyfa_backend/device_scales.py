@@ -35,10 +35,12 @@ class DeviceScales:
 
     def offer(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Calibrate what is still open from tokens [T, Hkv, D], K not rotated; those with slot -1 do not count."""
+        if self.frozen or torch.cuda.is_current_stream_capturing():  # which allows no question about events either
+            return
         if self._copied is not None and self._copied.query():
             self._read()
-        if self.frozen or torch.cuda.is_current_stream_capturing():
-            return
+            if self.frozen:
+                return
         config, headroom = self._store.config, self._store.headroom
         live = (slots >= 0).view(-1, 1, 1)
         turned = key.float() @ rotation.matrix(key.shape[-1], config.rotation, device=str(key.device))

@@ -91,13 +91,13 @@ def tables(dim: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Signs and matrix are fp32; no blocks for kind "none". Raises RotationError.
     """
     check(dim, kind)
-    signs = _signs(dim, torch.device("cpu")) if kind == "signed" else torch.ones(dim, dtype=torch.float32)
+    signs = _signs(dim, torch.device("cpu")) if kind == "signed" else torch.ones(dim, dtype=torch.float32, device="cpu")
     sizes = np.array(() if kind == "none" else _BLOCKS[dim], np.int64)
     return signs.numpy(), sizes, _paley_12().float().numpy()
 
 
 def _sylvester(size: int) -> torch.Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # engines make a GPU the default while they load a model
     while h.shape[0] < size:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
     return h
@@ -107,7 +107,7 @@ def _sylvester(size: int) -> torch.Tensor:
 def _paley_12() -> torch.Tensor:
     """Hadamard matrix of order 12 (Paley's first construction over the field of 11 elements), fp64."""
     squares = {i * i % 11 for i in range(1, 11)}
-    h = torch.ones(12, 12, dtype=torch.float64)
+    h = torch.ones(12, 12, dtype=torch.float64, device="cpu")
     h[1:, 0] = -1
     for i in range(11):
         for j in range(11):

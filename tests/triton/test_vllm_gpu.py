@@ -22,9 +22,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
 from zyfa_backend import device_saturation, dispatch, reference  # noqa: E402
 from zyfa_backend.config import EXACT, INT8, LEAN, AttentionConfig  # noqa: E402
+from zyfa_backend.device_scales import DeviceScales  # noqa: E402
 from zyfa_backend.oracle import relative_rms  # noqa: E402
 from zyfa_backend.quantization import Quantized, calibrate_scale, quantize_kv, quantize_q  # noqa: E402
-from zyfa_backend.vllm import gpu  # noqa: E402
+from zyfa_backend.vllm import gpu, start_up  # noqa: E402
 
 HQ, HKV, D, BLOCK = 6, 2, 64, 16
 SCALE = 0.13
@@ -80,13 +81,16 @@ def common(query_lengths: list[int], keys: list[int], table: torch.Tensor, longe
     )  # fmt: skip
 
 
-def metadata(query_lengths: list[int], keys: list[int], table: torch.Tensor, longest: int) -> gpu.ZyfaGpuMetadata:
+def metadata(
+    query_lengths: list[int], keys: list[int], table: torch.Tensor, longest: int, prefilling: list[bool] | None = None
+) -> gpu.ZyfaGpuMetadata:
     builder = object.__new__(gpu.ZyfaGpuMetadataBuilder)
     for name in ("seq_threshold_3D", "num_par_softmax_segments", "max_seqs_64_segments"):
         setattr(builder, name, 0)
     for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum", "rswa_window"):
         setattr(builder, name, None)
-    return builder.build(0, common(query_lengths, keys, table, longest))
+    step = common(query_lengths, keys, table, longest)
+    return builder.build(0, step.replace(is_prefilling=None if prefilling is None else torch.tensor(prefilling)))
 
 
 class Step:
@@ -158,6 +162,42 @@ def test_a_batch_padded_to_a_graph_with_the_longest_of_the_model(monkeypatch) ->
     impl.forward(LAYER, step.q[:4], None, None, step.cache, metadata([1] * 4, keys, table, 1024), padded)
     padded = padded.view(4, HQ, D)
     assert torch.equal(padded[:2], out[:2]) and not padded[2:].any()
+
+
+def test_a_padded_step_that_tells_of_its_requests_alone() -> None:
+    """vLLM pads the lengths of a step to a graph's size, and not which requests are being prefilled."""
+    table = torch.zeros(4, 30, dtype=torch.int32)
+    decodes = metadata([1] * 4, [330, 40, 20, 0], table, 1024, prefilling=[False] * 3)
+    assert decodes.prefills is None and decodes.decodes.num_actual_tokens == 4
+    mixed = metadata([1, 1, 1, 0], [330, 40, 20, 0], table, 1024, prefilling=[False, True, True])
+    assert mixed.decodes.num_actual_tokens == 1 and mixed.prefills.first_token == 1
+
+
+def test_made_up_tokens_of_the_start_calibrate_nothing(monkeypatch) -> None:
+    impl = layer(monkeypatch, "int8")
+    step = Step(impl, INT8)
+    offered = []
+    impl._scales = SimpleNamespace(k=step.scales[0], v=step.scales[1], frozen=False, offer=lambda *x: offered.append(x))
+    tokens = step.k[:2], step.v[:2], step.cache, torch.tensor([0, 1])
+    impl._saturation.counts.fill_(7)
+    start_up._noted(impl.do_kv_cache_update)(LAYER, *tokens)
+    assert not offered and impl._saturation.counts.tolist() == [7, 7] and not start_up.rehearsing()
+    impl.do_kv_cache_update(LAYER, *tokens)
+    assert len(offered) == 1
+    with pytest.raises(ZeroDivisionError):
+        start_up._noted(lambda: 1 / 0)()
+    assert not start_up.rehearsing()
+
+
+def test_while_a_graph_is_captured_no_event_is_asked(monkeypatch) -> None:
+    scales = object.__new__(DeviceScales)
+    scales.frozen, scales._copied = False, object()  # which has no query()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    scales.offer(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), torch.tensor([0]))
+    saturation = device_saturation.DeviceSaturation("x", torch.device("cpu"))
+    saturation.begin()
+    saturation._copied = object()
+    saturation.look()
 
 
 @pytest.mark.parametrize("config", [LEAN, EXACT])

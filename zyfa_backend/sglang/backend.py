@@ -140,9 +140,8 @@ class ZyfaAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare the capture of a decode, or its replay. Raises Unsupported on a CPU and for other modes."""
-        step = self._graphs().plan_graph(forward_batch, in_capture)
+        step = self.forward_metadata = self._graphs().plan_graph(forward_batch, in_capture)
         if in_capture:
-            self.forward_metadata = step
             return
         # What a replay writes and runs passes by the methods below.
         for served in self.all_served():

@@ -166,7 +166,9 @@ class TritonPath(Path):
         assert step.cu_seqlens_q is not None
         if self.device.type == "cuda":
             # Here and not where the pool is written, which a captured graph may do without the host.
-            self._saturated(served).look()
+            saturation = self._saturated(served)
+            saturation.begin()  # after the first prefill, which is the server's own warm-up
+            saturation.look()
         tokens, config = step.tokens, self.config
         out = torch.empty(*query.shape[:2], layer.v_head_dim, dtype=query.dtype, device=query.device)
         out[tokens:].zero_()

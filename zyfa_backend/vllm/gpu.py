@@ -1,7 +1,7 @@
 """ZYFA on a GPU under vLLM: prefill by ZYFA's kernels, decode over the same cache by the engine's own or by ZYFA's.
 
 The cache has the layout of vLLM's Triton backend. K lies in it rotated, so the engine's decode gets a rotated query.
-With int8 K, which the engine's would read as e4m3, decode is ZYFA's.
+With int8 K, which the engine's would read as e4m3, decode is ZYFA's, and on GPUs whose own FP8 is e4m3fnuz.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -24,6 +25,7 @@ from zyfa_backend import dispatch, rotation, settings
 from zyfa_backend.device_saturation import DeviceSaturation
 from zyfa_backend.device_scales import DeviceScales
 from zyfa_backend.serving import QUANTIZED_CACHES, announce, cache_config_for
+from zyfa_backend.vllm import start_up
 from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
 
 
@@ -133,6 +135,9 @@ class ZyfaGpuMetadataBuilder(TritonAttentionMetadataBuilder):
         if common.causal is not True:
             raise dispatch.Unsupported(f"causal={common.causal!r} is not supported; ZYFA serves causal decoders")
         engine = super().build(common_prefix_len, common, fast_build)
+        if common.is_prefilling is not None and (padded := common.num_reqs - common.is_prefilling.shape[0]) > 0:
+            # A step that was padded to a graph's size tells it of its real requests alone.
+            common = common.replace(is_prefilling=torch.nn.functional.pad(common.is_prefilling, (0, padded)))
         # A last prompt token that is computed alone is still prefill: its bits must not depend on how it was chunked.
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             common, treat_short_extends_as_decodes=common.is_prefilling is None
@@ -188,6 +193,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         vllm_config = get_current_vllm_config()
         self.config = cache_config_for(kv_cache_dtype, settings.load().config, vllm_config.cache_config.cache_dtype)
         self._store = store_for(vllm_config, self.config)
+        start_up.watch()
         self._device = torch.device(vllm_config.device_config.device_type, torch.accelerator.current_device_index())
         self._turn = _unnormalised(head_size, self.config.rotation, vllm_config.model_config.dtype, self._device)
         if self._turn is not None:
@@ -196,6 +202,11 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             phase: dispatch.select(dispatch.Shape(head_size, head_size, phase, self.config), str(self._device))
             for phase in ("causal", "decode")
         }
+        # The engine's decode reads bytes as the FP8 of its platform, which on gfx94x is another than the cache's.
+        self._own_decode = self.config.qk_format != "fp8_e4m3" or current_platform.is_fp8_fnuz()
+        if self._own_decode:
+            decode = dispatch.Shape(head_size, head_size, "decode", self.config)
+            self._kernels["decode"] = f"triton/{dispatch.kernel_name(decode)}"
         self._write_kernel = f"triton/rotate-quantize-hd{head_size}"
         self._scales: DeviceScales | None = None
         self._saturation: DeviceSaturation | None = None
@@ -246,7 +257,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
     def _decode(self, scales: DeviceScales, query, key, value, kv_cache, decodes, output) -> None:
         """The first tokens of the step, one a request; of a batch that a graph was padded to, some have no keys."""
         tokens = decodes.num_actual_tokens
-        if self.config.qk_format == "fp8_e4m3":
+        if not self._own_decode:
             turned = query[:tokens] if self._turn is None else query[:tokens] @ self._turn
             engine = SimpleNamespace(_q_scale=None, _k_scale=scales.k, _v_scale=scales.v)
             super().forward(engine, turned, key, value, kv_cache, decodes, output[:tokens])
@@ -314,12 +325,15 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         tokens = slot_mapping.shape[0]
         key, value = key[:tokens], value[:tokens]
         scales = self._layer_scales(layer)
-        if not scales.frozen:
-            scales.offer(key, value, slot_mapping)
+        saturation = self._layer_saturation(layer)
+        if not start_up.rehearsing():
+            saturation.begin()
+            if not scales.frozen:
+                scales.offer(key, value, slot_mapping)
         k_cache, v_cache = self._halves(kv_cache)
         rotate_quantize_write(
             key, value, k_cache, v_cache, slot_mapping, scales.k, scales.v, rotation=self.config.rotation,
-            qk_format=self.config.qk_format, saturated=self._layer_saturation(layer).counts,
+            qk_format=self.config.qk_format, saturated=saturation.counts,
         )  # fmt: skip
         dispatch.counters.add(self._write_kernel, tokens)
 

@@ -34,9 +34,9 @@ class DecodeCall:
 
     def __init__(self, target: Target, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         q, q_scale, k, v, k_scale, v_scale, out, _, block_table, _ = tensors
-        softmax_scale, window, p, qk_format, offset, self.delta = numbers
-        self.device, self.window = q.device, window
-        self.softmax_scale_log2 = softmax_scale * LOG2E
+        softmax_scale, window, p, qk_format, offset, delta = numbers
+        self.device, self.window, self.delta = q.device, window, float(delta)
+        self.softmax_scale_log2 = float(softmax_scale) * LOG2E
         (self.batch, self.hq, d), (self.hkv, self.dv) = q.shape, v.shape[-2:]
         self.table_stride = block_table.stride(0)
         self.without_keys = k.numel() == 0
