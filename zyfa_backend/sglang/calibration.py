@@ -16,6 +16,8 @@ import torch
 from zyfa_backend.quantization import Quantized, quantize_kv
 from zyfa_backend.scales import FEW_TOKENS, LARGEST, LayerScales, ScaleStore
 
+MOST_PIECES = 256
+
 
 @dataclass
 class _Early:
@@ -75,7 +77,10 @@ class Calibration:
     def wrote(self, name: str, slots: torch.Tensor) -> None:
         """Note that codes of layer `name` went to `slots` of its pool while its scales were provisional."""
         if name in self._early:
-            self._early[name].slots.append(slots)
+            held = self._early[name].slots
+            held.append(slots)
+            if len(held) >= MOST_PIECES:  # a long answer to a short first prompt adds a piece a token
+                held[:] = [torch.cat(held)]
 
     def _fits(self, scales: LayerScales, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether the provisional scales hold these tokens, too."""

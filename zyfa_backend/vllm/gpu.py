@@ -138,7 +138,8 @@ class ZyfaGpuMetadataBuilder(TritonAttentionMetadataBuilder):
         if common.is_prefilling is not None and (padded := common.num_reqs - common.is_prefilling.shape[0]) > 0:
             # A step that was padded to a graph's size tells it of its real requests alone.
             common = common.replace(is_prefilling=torch.nn.functional.pad(common.is_prefilling, (0, padded)))
-        # A last prompt token that is computed alone is still prefill: its bits must not depend on how it was chunked.
+        # A last prompt token that is computed alone is still prefill, so that its bits do not depend on how it was
+        # chunked; only where the engine replays a whole-step graph for it, which holds decodes, is it none.
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             common, treat_short_extends_as_decodes=common.is_prefilling is None
         )
