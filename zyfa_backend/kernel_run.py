@@ -15,6 +15,7 @@ from zyfa_backend import reference
 from zyfa_backend.config import EXACT, LEAN, AttentionConfig
 from zyfa_backend.kernel_devices import Device, EmulatorDevice, GpuDevice, launch, loaded
 from zyfa_backend.quantization import Quantized, calibrate_scale, e4m3_decode, quantize_kv, quantize_q
+from zyfa_backend.reference_tiles import LOG2E
 
 INPUTS = ("gaussian", "peaked", "ones")
 DEVICES = ("emulator", "gpu")
@@ -24,7 +25,6 @@ HEAD_DIM = 128
 # Next to zero, fp32 sums in another order differ by up to 1.3e-6 of the outputs' size (seen in 628 million elements).
 NEAR_ZERO = 2e-6
 LARGEST_SCORE = 2.0**24  # in log2 units; beyond, fp32 is too coarse for a difference of two to stay below P's 448
-LOG2E = 1 / math.log(2)
 MOST_INSTRUCTIONS = 20_000_000  # of a run with late loads: some hundred times what a kernel takes
 MAX_TOKENS, MAX_HEADS, MAX_SEED = 1 << 20, 1024, (1 << 63) - 1
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -169,10 +169,11 @@ class TritonPath(Path):
             saturation = self._saturated(served)
             saturation.begin()  # after the first prefill, which is the server's own warm-up
             saturation.look()
-        tokens, config = step.tokens, self.config
+        tokens = step.tokens
         out = torch.empty(*query.shape[:2], layer.v_head_dim, dtype=query.dtype, device=query.device)
         out[tokens:].zero_()
         codes, q_scale = self._query(query[:tokens])
+        where: dict[str, Any]
         if own is None and self.block > 1:
             k, v = (self._paged(x, self.block) for x in self.buffers(layer))
             where = {"seqlens_k": step.seqlens_k, "block_table": self._table(step, served)}
@@ -186,15 +187,10 @@ class TritonPath(Path):
             cu_seqlens_q=step.cu_seqlens_q,
             max_seqlen_q=step.max_seqlen_q,
             max_seqlen_k=longest,
-            softmax_scale=layer.scaling,
             causal=True,
-            window=served.window,
-            p=config.probabilities,
-            qk_format=config.qk_format,
-            offset=config.offset,
-            delta=config.delta,
             out=out[:tokens],
             **where,
+            **self._numerics(layer, served),
         )  # fmt: skip
         return out
 
@@ -203,7 +199,7 @@ class TritonPath(Path):
 
         if own is not None:
             return self.extend(layer, served, self._as_extend(step), query, own)
-        count, config = step.tokens, self.config
+        count = step.tokens
         out = torch.empty(*query.shape[:2], layer.v_head_dim, dtype=query.dtype, device=query.device)
         out[count:].zero_()
         codes, q_scale = self._query(query[:count])
@@ -213,13 +209,8 @@ class TritonPath(Path):
             seqlens_k=step.seqlens_k,
             block_table=self._table(step, served),
             max_seqlen_k=step.max_seqlen_k,
-            softmax_scale=layer.scaling,
-            window=served.window,
-            p=config.probabilities,
-            qk_format=config.qk_format,
-            offset=config.offset,
-            delta=config.delta,
             out=out[:count],
+            **self._numerics(layer, served),
         )  # fmt: skip
         return out
 
@@ -275,6 +266,17 @@ class TritonPath(Path):
         new = [1] * len(lengths)
         starts = self._on_device(_offsets(new))
         return replace(step, cu_seqlens_q=starts, before=[n - 1 for n in lengths], new=new, packed={})
+
+    def _numerics(self, layer: Any, served: Served) -> dict[str, Any]:
+        """What prefill and decode of a layer are told alike."""
+        return {
+            "softmax_scale": layer.scaling,
+            "window": served.window,
+            "p": self.config.probabilities,
+            "qk_format": self.config.qk_format,
+            "offset": self.config.offset,
+            "delta": self.config.delta,
+        }
 
     def _query(self, query: torch.Tensor) -> Codes:
         from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q

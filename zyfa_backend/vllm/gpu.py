@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.platforms import current_platform
@@ -193,6 +193,15 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         self.window = sliding_window - 1 if sliding_window is not None else None
         vllm_config = get_current_vllm_config()
         self.config = cache_config_for(kv_cache_dtype, settings.load().config, vllm_config.cache_config.cache_dtype)
+        # What prefill and ZYFA's decode are told alike.
+        self._numerics: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "window": self.window,
+            "p": self.config.probabilities,
+            "qk_format": self.config.qk_format,
+            "offset": self.config.offset,
+            "delta": self.config.delta,
+        }
         self._store = store_for(vllm_config, self.config)
         start_up.watch()
         self._device = torch.device(vllm_config.device_config.device_type, torch.accelerator.current_device_index())
@@ -275,13 +284,8 @@ class ZyfaGpuImpl(TritonAttentionImpl):
                 seqlens_k=decodes.seq_lens[:tokens],
                 block_table=decodes.block_table[:tokens],
                 max_seqlen_k=decodes.max_seq_len,
-                softmax_scale=self.softmax_scale,
-                window=self.window,
-                p=self.config.probabilities,
-                qk_format=self.config.qk_format,
-                offset=self.config.offset,
-                delta=self.config.delta,
                 out=output[:tokens].view(query.shape),
+                **self._numerics,
             )  # fmt: skip
         dispatch.counters.add(self._kernels["decode"], tokens)
 
@@ -298,14 +302,9 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             block_table=prefills.block_table,
             max_seqlen_q=prefills.max_seqlen_q,
             max_seqlen_k=prefills.max_seqlen_k,
-            softmax_scale=self.softmax_scale,
             causal=True,
-            window=self.window,
-            p=self.config.probabilities,
-            qk_format=self.config.qk_format,
-            offset=self.config.offset,
-            delta=self.config.delta,
             out=output.view(query.shape),
+            **self._numerics,
         )  # fmt: skip
         dispatch.counters.add(self._kernels["causal"], query.shape[0])
 

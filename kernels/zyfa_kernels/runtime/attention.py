@@ -55,7 +55,8 @@ class Launch:
 def _group_magic(q_heads: int, group: int) -> int:
     """By what the kernels divide: head * factor >> 16 is head // group for all heads. Raises LaunchError."""
     factor = -(-65536 // group) if q_heads > group else 0
-    if any(head * factor >> 16 != head // group for head in range(q_heads)):
+    last = q_heads - 1  # the factor is rounded up, so the last member of the last group is the first to go wrong
+    if last * factor >> 16 != last // group:
         raise LaunchError(
             f"q_heads={q_heads} with kv_heads={q_heads // group} is not accepted: the kernels' division by a group "
             f"of {group} is not exact up to there; groups of up to 64, powers of two and kv_heads=1 are"
