@@ -2,7 +2,7 @@
 
 Started as `fake_vllm.py serve MODEL --port P …`. Its "model" predicts the next byte from the last one alone, by tables
 that `distribution` gives to the tests. Environment: FAKE_NOISE perturbs the tables; FAKE_DIE_ONCE, FAKE_DIE, FAKE_HANG
-and FAKE_NAN name files, see below; FAKE_START_DELAY, FAKE_STARTS, FAKE_CHILD, FAKE_BOS.
+and FAKE_NAN name files, see below; FAKE_START_DELAY, FAKE_STARTS, FAKE_REQUESTS, FAKE_CHILD, FAKE_BOS.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ class Handler(BaseHTTPRequestHandler):
                 open(once, "w").close()
             print("(Worker pid=1) ERROR 12-01 21:38:57 [fake.py:1] ValueError: the root of it\nlast words", flush=True)
             os._exit(7)
+        if requests := os.environ.get("FAKE_REQUESTS"):
+            with open(requests, "a") as stream:
+                stream.write(json.dumps({"pid": os.getpid(), "prompt": body["prompt"]}) + "\n")
         if os.environ.get("FAKE_HANG"):
             print("hanging", flush=True)
             time.sleep(600)

@@ -18,6 +18,15 @@ from zyfa_backend.compare.server import ServerError
 
 FAKE = Path(fake_vllm.__file__)
 QUICK = serving.Settings(prompts=(64, 128), repeats=3, concurrency=2, startup_timeout_s=60, request_timeout_s=20)
+TOGETHER = replace(QUICK, together=True)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU's memory, of which the fake servers take nothing: 141 GB."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 << 30, 141 << 30))
 
 
 @pytest.fixture
@@ -75,6 +84,42 @@ def test_a_server_that_fails_is_named_and_the_others_go_on(fake):
     assert {row["kernel"] for row in rows} == {"baseline", "lean"}
     assert [entry["kernel"] for entry in skipped] == ["broken"]
     assert "ValueError: the root of it" in skipped[0]["reason"]
+
+
+def test_together_the_servers_run_at_once_and_are_asked_in_turn(fake, gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_REQUESTS", str(tmp_path / "requests"))
+    rows, skipped, _ = measure(fake, ["lean", "int8"], settings=TOGETHER)
+    assert not skipped and len(rows) == 6
+    assert all(len(row["ttft_s_all"]) == len(row["prefill_tokens_s_all"]) == QUICK.repeats for row in rows)
+    asked = [json.loads(line) for line in (tmp_path / "requests").read_text().splitlines()]
+    servers = list(dict.fromkeys(request["pid"] for request in asked))
+    assert len(servers) == 3
+    # One that warms up and three alone, at the first length; each prompt is the same for all, in another order.
+    order = [servers.index(request["pid"]) for request in asked[:12]]
+    assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert asked[3]["prompt"] == asked[4]["prompt"] == asked[5]["prompt"] != asked[6]["prompt"]
+    starts = [json.loads(line) for line in (tmp_path / "starts").read_text().splitlines()]
+    shares = {start["argv"][start["argv"].index("--kv-cache-memory-bytes") + 1] for start in starts}
+    # 90% of 141 GiB for three, less 7.248e9 weights of two bytes and 8 GiB.
+    assert shares == {str(int(0.3 * (141 << 30)) - 2 * 7_248_023_552 - (8 << 30))}
+
+
+def test_together_a_server_that_fails_leaves_the_others(fake, gpu):
+    rows, skipped, _ = measure(fake, ["broken", "lean"], ["broken=FAKE_DIE=1"], settings=TOGETHER)
+    assert {row["kernel"] for row in rows} == {"baseline", "lean"}
+    assert [entry["kernel"] for entry in skipped] == ["broken"]
+
+
+def test_together_without_the_baseline(fake, gpu, monkeypatch):
+    monkeypatch.setenv("FAKE_DIE", "1")
+    with pytest.raises(ServerError, match="the root of it"):
+        measure(fake, ["lean"], settings=TOGETHER)
+
+
+def test_a_gpu_that_does_not_hold_them_together(fake, gpu):
+    with pytest.raises(BenchError, match="of 141 GiB does not hold 7 servers of mistral-7b-v0.3 together .14 GiB"):
+        mine = [f"v{i}" for i in range(3)]
+        measure(fake, ["lean", "exact", "int8", *mine], [f"{v}=--block-size 64" for v in mine], settings=TOGETHER)
 
 
 def test_a_zyfa_server_that_ran_no_zyfa_kernel_is_no_result(fake, monkeypatch):

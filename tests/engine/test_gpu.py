@@ -59,7 +59,7 @@ def test_model(name: str, checkpoint, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-mistral", "tiny-qwen3"])
 def test_int8(name: str, checkpoint, tmp_path) -> None:
-    """int8 K is decoded by ZYFA's kernel, eager and in CUDA graphs; a token scored there is scored alike in prefill."""
+    """int8 K is decoded by ZYFA's kernel; a token scored there is scored alike in prefill."""
     _, shape, _ = MODELS[name]
     noise, bound = TINY_BOUNDS
     prompts = ragged_prompts(500, LENGTHS)
@@ -79,14 +79,6 @@ def test_int8(name: str, checkpoint, tmp_path) -> None:
     counts = counters(tmp_path / f"{name}-int8" / "stats")
     expected = {f"triton/int8-{shape}-causal-lean", f"triton/int8-{shape}-decode-lean"}
     assert expected <= set(counts) and not [kernel for kernel in counts if kernel.startswith(("torch/", "engine/"))]
-    with launch(checkpoint, tmp_path, name, *FP8, env=int8, eager=False, label="-graphs") as engine:
-        answers(engine, prompts)
-        graphs = answers(engine, prompts)
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            batch = list(pool.map(lambda ids: engine.complete(ids, NEW_TOKENS), prompts))
-    check_close(graphs, ours, noise)
-    for alone, together in zip(graphs, batch, strict=True):
-        assert statistics.fmean(abs(a - b) for a, b in zip(alone.logprobs, together.logprobs, strict=True)) < 8 * noise
 
 
 def test_auto_leaves_the_cache_to_the_engine(checkpoint, tmp_path) -> None:
@@ -124,22 +116,31 @@ def test_chunks_and_cached_prefixes_have_the_bits_of_the_whole(checkpoint, tmp_p
     assert found["whole"].tokens == found["chunked"].tokens
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-deepseek-v2-dense"])
-def test_compiled_with_cuda_graphs(name: str, checkpoint, tmp_path) -> None:
-    """torch.compile, piecewise graphs, whole graphs for decode: the answers of the eager engine."""
-    noise, _ = TINY_BOUNDS
+@pytest.mark.parametrize(
+    "name,config", [("tiny-qwen3", "lean"), ("tiny-qwen3", "int8"), ("tiny-deepseek-v2-dense", "lean")]
+)
+def test_compiled_with_cuda_graphs(name: str, config: str, checkpoint, tmp_path) -> None:
+    """Whole graphs for decode and pieces around prefill give what the same compiled model gives without graphs.
+
+    torch.compile itself rounds otherwise than the eager engine, and a code of FP8 is a step away at every tie: those
+    two are held to the bound of FP8.
+    """
+    noise, bound = TINY_BOUNDS
     prompts = ragged_prompts(500, LENGTHS)
-    with launch(checkpoint, tmp_path, name, *FP8, env=ZYFA, label="-eager") as engine:
-        answers(engine, prompts)
-        eager = answers(engine, prompts)
-    with launch(checkpoint, tmp_path, name, *FP8, env=ZYFA, eager=False, label="-graphs") as engine:
-        answers(engine, prompts)
-        graphs = answers(engine, prompts)
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            batch = list(pool.map(lambda ids: engine.complete(ids, NEW_TOKENS), prompts))
-        assert "Capturing CUDA graphs" in engine.log or "cudagraph" in engine.log.lower()
-    check_close(graphs, eager, noise)
-    for alone, together in zip(graphs, batch, strict=True):
+    env, found, batch = {**ZYFA, "ZYFA_CONFIG": config}, {}, []
+    for label, args in (("eager", ()), ("compiled", ("-cc.cudagraph_mode=NONE",)), ("graphs", ())):
+        eager = label == "eager"
+        with launch(checkpoint, tmp_path, name, *FP8, *args, env=env, eager=eager, label=f"-{label}") as engine:
+            answers(engine, prompts)
+            found[label] = answers(engine, prompts)
+            captured = "Graph capturing finished" in engine.log
+            if label == "graphs":
+                with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                    batch = list(pool.map(lambda ids, engine=engine: engine.complete(ids, NEW_TOKENS), prompts))
+        assert captured == (label == "graphs")
+    check_close(found["graphs"], found["compiled"], noise)
+    check_close(found["graphs"], found["eager"], bound)
+    for alone, together in zip(found["graphs"], batch, strict=True):
         assert statistics.fmean(abs(a - b) for a, b in zip(alone.logprobs, together.logprobs, strict=True)) < 8 * noise
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,17 +38,22 @@ VARIANTS = {
     **{name: variant for name, variant in KNOWN.items() if variant.uses_zyfa},
 }
 DEFAULT = (BASELINE, "engine-fp8", "lean")
+# Of servers that run together: the share of the GPU's memory that they take, and of each what is neither weights nor
+# KV cache (CUDA's context, activations, graphs).
+USED_MEMORY, OTHER_BYTES = 0.9, 8 << 30
 
 
 @dataclass(frozen=True)
 class Settings:
     """prompts: lengths in tokens; each is sent `repeats` times alone, then `concurrency` prompts at once, `repeats`
-    times. server_rounds: how often the variants are served in turn."""
+    times. server_rounds: how often the variants are served in turn. together: all servers run side by side, and each
+    prompt goes to one after the other; they share the GPU's memory."""
 
     prompts: tuple[int, ...] = (2048, 8192, 32768)
     repeats: int = 5
     concurrency: int = 4
     server_rounds: int = 1
+    together: bool = False
     args: tuple[str, ...] = ()
     startup_timeout_s: float = 1200.0
     request_timeout_s: float = 600.0
@@ -96,106 +102,198 @@ def measure(
     """Rows for every variant and prompt length of one model.
 
     A variant whose server fails is noted in `skipped`; without the baseline there is nothing to compare: ServerError.
-    logs: folder that keeps the servers' logs.
+    logs: folder that keeps the servers' logs. Raises BenchError when the GPU does not hold all servers together.
     """
     chosen = lengths(preset, settings.prompts)
     timed: dict[str, dict[int, Timed]] = {}
     facts: dict[str, dict[str, Any]] = {}
+    share = memory_share(preset, len(variants)) if settings.together else None
     with tempfile.TemporaryDirectory(prefix="zyfa-bench-") as scratch:
         model = preset.write(Path(scratch) / preset.name)
         for _ in range(settings.server_rounds):
-            for variant in variants:
-                if variant.name in {entry["kernel"] for entry in skipped if entry["shape"] == preset.name}:
-                    continue
-                note(f"serving {preset.name}: {variant.name}")
-                collected = timed.setdefault(variant.name, {length: Timed(length) for length in chosen})
-                try:
-                    facts[variant.name] = _serve(preset, model, variant, settings, collected, sampler, logs)
-                except (ServerError, ClientError) as error:
-                    if variant.name == BASELINE:
-                        raise
-                    timed.pop(variant.name)
-                    reason = str(error)
-                    skipped.append({"kernel": variant.name, "shape": preset.name, "reason": reason})
+            failed = {entry["kernel"] for entry in skipped if entry["shape"] == preset.name}
+            left = [variant for variant in variants if variant.name not in failed]
+            for group in [left] if settings.together else [[variant] for variant in left]:
+                note(f"serving {preset.name}: {', '.join(variant.name for variant in group)}")
+                contenders = [_Contender(preset, model, variant, max(chosen) + 1, settings, share) for variant in group]
+                _serve(contenders, preset, settings, chosen, sampler, logs)
+                for contender in contenders:
+                    name = contender.variant.name
+                    if contender.error is None:
+                        collected = timed.setdefault(name, {length: Timed(length) for length in chosen})
+                        for length, result in contender.timed.items():
+                            collected[length].ttft_s += result.ttft_s
+                            collected[length].tokens_per_s += result.tokens_per_s
+                        facts[name] = contender.facts
+                        continue
+                    if name == BASELINE:
+                        raise contender.error
+                    timed.pop(name, None)
+                    reason = str(contender.error)
+                    skipped.append({"kernel": name, "shape": preset.name, "reason": reason})
                     note(reason)
     return rows(preset.name, timed, facts)
 
 
+def memory_share(preset: Preset, servers: int) -> int:
+    """Bytes of KV cache for each of so many servers of a model on one GPU, which hold their weights as well.
+
+    Given to the engine instead of a share of the memory, which it would measure while the others take and free theirs.
+    Raises BenchError.
+    """
+    import torch
+
+    total = torch.cuda.mem_get_info()[1]
+    rest = int(total * USED_MEMORY / servers) - 2 * preset.parameters - OTHER_BYTES
+    if rest <= 0:
+        raise BenchError(
+            f"a GPU of {total / 2**30:.0f} GiB does not hold {servers} servers of {preset.name} together "
+            f"({2 * preset.parameters / 2**30:.0f} GiB of weights each); choose fewer with --serve, or leave out "
+            "--together"
+        )
+    return rest
+
+
+class _Contender:
+    """One variant's server and what was measured on it. `error`: why there is nothing, if so."""
+
+    def __init__(
+        self, preset: Preset, model: Path, variant: Variant, length: int, settings: Settings, share: int | None
+    ) -> None:
+        self.variant = variant
+        self.timed: dict[int, Timed] = {}
+        self.facts: dict[str, Any] = {}
+        self.error: ServerError | ClientError | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{variant.name}-", dir=model.parent))
+        self._log_name = f"{preset.name}-{variant.name}.log"
+        env = server_environment(str(model), variant.env, os.environ)
+        if variant.uses_zyfa:
+            env["ZYFA_STATS"] = str(self._folder)
+        port = free_port()
+        self.server = Server(
+            command(model, variant, length, settings, port, share),
+            env,
+            self._folder / "server.log",
+            f"http://127.0.0.1:{port}",
+            settings.startup_timeout_s,
+        )
+        self.client = Client(self.server.url, settings.request_timeout_s, seed=settings.seed)
+
+    def start(self) -> None:
+        try:
+            self.server.__enter__()
+        except ServerError as error:
+            self.error = error
+
+    def ask(self, ids: list[int], keep: bool) -> None:
+        """Seconds to the first token of one prompt."""
+        try:
+            seconds = self.client.generate(ids, 1).ttft_s
+        except ClientError as error:
+            self.error = self.server.failed(str(error))
+        else:
+            if keep:
+                self.timed[len(ids)].ttft_s.append(seconds)
+
+    def ask_many(self, pool: ThreadPoolExecutor, prompts: list[list[int]]) -> None:
+        """Prompt tokens per second of some prompts of one length at once."""
+        begin = time.perf_counter()
+        try:
+            list(pool.map(lambda ids: self.client.generate(ids, 1), prompts))
+        except ClientError as error:
+            self.error = self.server.failed(str(error))
+        else:
+            tokens = sum(map(len, prompts))
+            self.timed[len(prompts[0])].tokens_per_s.append(tokens / (time.perf_counter() - begin))
+
+    def stop(self, kind: type[BaseException] | None, logs: Path | None) -> None:
+        self.client.__exit__(None, None, None)
+        self.server.__exit__(kind, None, None)
+        if logs is not None and self.server.log.exists():
+            logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.server.log, logs / self._log_name)
+
+    def finish(self, clocks: Any) -> None:
+        """What the server ran, once it has ended."""
+        kernels = read_kernels(self._folder)
+        if self.variant.uses_zyfa and not kernels:
+            self.error = ServerError(
+                f"the server of {self.variant.name} ran no ZYFA kernel: is zyfa installed in the environment of "
+                f"{self.server.command[0]}? `zyfa doctor` tells"
+            )
+        self.facts = {
+            "ran": " + ".join(kernels) if kernels else attention_backend(self.server.log_text()),
+            "command": self.server.shell_line(),
+            "clocks": clocks,
+        }
+
+
 def _serve(
+    contenders: list[_Contender],
     preset: Preset,
-    model: Path,
-    variant: Variant,
     settings: Settings,
-    timed: dict[int, Timed],
+    chosen: list[int],
     sampler: Any,
     logs: Path | None,
-) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp(prefix=f"{variant.name}-", dir=model.parent))
-    env = server_environment(str(model), variant.env, os.environ)
-    if variant.uses_zyfa:
-        env["ZYFA_STATS"] = str(folder)
-    port = free_port()
-    server = Server(
-        command(model, variant, max(timed) + 1, settings, port),
-        env,
-        folder / "server.log",
-        f"http://127.0.0.1:{port}",
-        settings.startup_timeout_s,
-    )
+) -> None:
+    """Starts the servers at once, asks them, ends them. What fails is in their `error`."""
     begin = time.time()
-    try:
-        with server:
-            with Client(server.url, settings.request_timeout_s, seed=settings.seed) as client:
-                try:
-                    _ask(client, preset, settings, timed)
-                except ClientError as error:
-                    raise server.failed(str(error)) from error
-    finally:
-        if logs is not None and server.log.exists():
-            logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(server.log, logs / f"{preset.name}-{variant.name}.log")
-    kernels = read_kernels(folder)
-    if variant.uses_zyfa and not kernels:
-        raise ServerError(
-            f"the server of {variant.name} ran no ZYFA kernel: is zyfa installed in the environment of "
-            f"{server.command[0]}? `zyfa doctor` tells"
-        )
-    return {
-        "ran": " + ".join(kernels) if kernels else attention_backend(server.log_text()),
-        "command": server.shell_line(),
-        "clocks": sampler.between(begin, time.time()) if sampler is not None else None,
-    }
+    # The servers end with the threads that started them, so these stay until the last has answered.
+    with ThreadPoolExecutor(len(contenders)) as pool:
+        try:
+            list(pool.map(_Contender.start, contenders))
+            if not any(one.error is not None and one.variant.name == BASELINE for one in contenders):
+                _ask(contenders, preset, settings, chosen)
+        finally:
+            kind = sys.exc_info()[0]
+            for one in contenders:
+                one.stop(kind or (type(one.error) if one.error else None), logs)
+    clocks = sampler.between(begin, time.time()) if sampler is not None else None
+    for one in contenders:
+        if one.error is None:
+            one.finish(clocks)
 
 
-def command(model: Path, variant: Variant, length: int, settings: Settings, port: int) -> list[str]:
-    """The server's command; the user's arguments come last, so that they win."""
+def command(
+    model: Path, variant: Variant, length: int, settings: Settings, port: int, share: int | None = None
+) -> list[str]:
+    """The server's command; the user's arguments come last, so that they win. share: bytes of its KV cache."""
     return [
         *(vllm_executable(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)),
         # Prompts are token ids: a checkpoint of facts has no tokenizer.
         *("--load-format", "dummy", "--skip-tokenizer-init", "--seed", str(settings.seed)),
         *("--max-model-len", str(length), "--no-enable-prefix-caching"),
         *(["--enforce-eager"] if is_cpu_build() else []),
+        *(["--kv-cache-memory-bytes", str(share)] if share is not None else []),
         *variant.args,
         *settings.args,
     ]
 
 
-def _ask(client: Client, preset: Preset, settings: Settings, timed: dict[int, Timed]) -> None:
+def _ask(contenders: list[_Contender], preset: Preset, settings: Settings, chosen: list[int]) -> None:
     random = np.random.default_rng(settings.seed)
 
     def prompt(length: int) -> list[int]:
         return random.integers(0, preset.vocabulary, length).tolist()
 
+    def alive(first: int) -> Iterator[_Contender]:
+        """Those that answer, beginning with another one each time."""
+        first %= len(contenders)
+        return (one for one in contenders[first:] + contenders[:first] if one.error is None)
+
     with ThreadPoolExecutor(settings.concurrency) as pool:
-        for length, result in timed.items():
-            client.generate(prompt(length), 1)  # compilation and allocation of this length are not timed
-            result.ttft_s += [client.generate(prompt(length), 1).ttft_s for _ in range(settings.repeats)]
-            for _ in range(settings.repeats):
-                prompts = [prompt(length) for _ in range(settings.concurrency)]
-                begin = time.perf_counter()
-                list(pool.map(lambda one: client.generate(one, 1), prompts))
-                seconds = time.perf_counter() - begin
-                result.tokens_per_s.append(settings.concurrency * length / seconds)
+        for length in chosen:
+            for one in alive(0):
+                one.timed[length] = Timed(length)
+                one.ask(prompt(length), keep=False)  # compilation and allocation of this length are not timed
+            for round_ in range(settings.repeats):
+                ids = prompt(length)
+                for one in alive(round_):
+                    one.ask(ids, keep=True)
+            for round_ in range(settings.repeats):
+                many = [prompt(length) for _ in range(settings.concurrency)]
+                for one in alive(round_):
+                    one.ask_many(pool, many)
 
 
 def rows(model: str, timed: dict[str, dict[int, Timed]], facts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

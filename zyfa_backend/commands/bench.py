@@ -83,6 +83,10 @@ def bench(
     requests: Annotated[int, typer.Option(min=1, help="Requests of each length to each server.")] = 5,
     concurrency: Annotated[int, typer.Option(min=1, max=512, help="Prompts at once for prefill tokens/s.")] = 4,
     server_rounds: Annotated[int, typer.Option(min=1, help="How often the servers are started in turn.")] = 1,
+    together: Annotated[
+        bool,
+        typer.Option("--together", help="Start a model's servers side by side on the GPU and ask them in turn."),
+    ] = False,
     server_arg: Annotated[
         list[str] | None, typer.Option(metavar="ARGS", help="More arguments for every server. Repeatable.")
     ] = None,
@@ -143,6 +147,7 @@ def bench(
                 requests,
                 concurrency,
                 server_rounds,
+                together,
                 split_words(server_arg or []),
                 startup_timeout,
                 request_timeout,
