@@ -149,6 +149,29 @@ def test_int8_is_written_prefilled_and_decoded_by_zyfa(text, config, window, mon
     }
 
 
+def test_a_step_writes_its_tokens_before_it_attends(monkeypatch) -> None:
+    """One call does both, so that no captured graph holds the write alone; padding behind the tokens is left out."""
+    assert gpu.ZyfaGpuBackend.forward_includes_kv_cache_update
+    impl = layer(monkeypatch, "int8")
+    assert not impl.fused_rope_kvcache_supported()
+    step = Step(impl, INT8)
+    want = torch.full_like(step.q, torch.nan)
+    step_metadata = metadata([1, 1, 12], list(LENGTHS), step.table, max(LENGTHS))
+    impl.forward(LAYER, step.q, None, None, step.cache, step_metadata, want)
+    last = [329, 330 + 39, *range(330 + 40 + 8, 330 + 40 + 20)]
+    places = [(0, 329), (1, 39), *((2, n) for n in range(8, 20))]
+    slots = torch.stack([step.table[i, n // BLOCK] * BLOCK + n % BLOCK for i, n in places]).long()
+    written = step.cache.clone()
+    for slot in slots.tolist():
+        step.cache[slot // BLOCK, :, slot % BLOCK] = 0x7F
+    step_metadata.slot_mapping = slots
+    key, value = (torch.nn.functional.pad(x[last], (0, 0, 0, 0, 0, 2), value=torch.nan) for x in (step.k, step.v))
+    out = torch.full((16, HQ, D), torch.nan, dtype=torch.float16)
+    impl.forward(LAYER, torch.cat([step.q, step.q[:2]]), key, value, step.cache, step_metadata, out)
+    assert torch.equal(step.cache, written)
+    assert torch.equal(out[:14], want) and out[14:].isnan().all()
+
+
 def test_a_batch_padded_to_a_graph_with_the_longest_of_the_model(monkeypatch) -> None:
     """What a captured decode is given: rows of padding with no keys, max_seq_len of the model, and the same bits."""
     impl = layer(monkeypatch, "int8")

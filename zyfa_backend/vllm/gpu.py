@@ -34,6 +34,8 @@ class ZyfaGpuBackend(TritonAttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list] = list(QUANTIZED_CACHES)
+    # Apart from attention a captured piece may hold the write, and replay it without the calibration of the host.
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -234,6 +236,10 @@ class ZyfaGpuImpl(TritonAttentionImpl):
     def fused_output_quant_supported(self, quant_key) -> bool:
         return False
 
+    def fused_rope_kvcache_supported(self) -> bool:
+        """AITER's fusion would write K without its rotation."""
+        return False
+
     def forward(
         self,
         layer: torch.nn.Module,
@@ -246,7 +252,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over the cache, which `do_kv_cache_update` has already written.
+        """Writes the step's K and V to the cache, then attention over it.
 
         query [T, Hq, D]; kv_cache [blocks, Hkv, block size, 2·D], K before V; output [T, Hq, D], written in place.
         """
@@ -254,13 +260,14 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             raise NotImplementedError("ZYFA writes no quantised output")
         if attn_metadata is None:
             return output.zero_()
+        if key is not None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
         scales = self._layer_scales(layer)
         if (decodes := attn_metadata.decodes) is not None:
             self._decode(scales, query, key, value, kv_cache, decodes, output)
         if (prefills := attn_metadata.prefills) is not None:
             rows = slice(prefills.first_token, attn_metadata.num_actual_tokens)
             self._prefill(scales, query[rows], kv_cache, prefills, output[rows])
-            # Here and not where the cache is written, which a captured graph may do without the host.
             self._layer_saturation(layer).look()
         return output
 
