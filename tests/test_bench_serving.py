@@ -99,9 +99,10 @@ def test_together_the_servers_run_at_once_and_are_asked_in_turn(fake, gpu, tmp_p
     assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1]
     assert asked[3]["prompt"] == asked[4]["prompt"] == asked[5]["prompt"] != asked[6]["prompt"]
     starts = [json.loads(line) for line in (tmp_path / "starts").read_text().splitlines()]
-    shares = {start["argv"][start["argv"].index("--kv-cache-memory-bytes") + 1] for start in starts}
     # 90% of 141 GiB for three, less 7.248e9 weights of two bytes and 8 GiB.
-    assert shares == {str(int(0.3 * (141 << 30)) - 2 * 7_248_023_552 - (8 << 30))}
+    cache = int(0.3 * (141 << 30)) - 2 * 7_248_023_552 - (8 << 30)
+    arguments = f"--kv-cache-memory-bytes {cache} --gpu-memory-utilization 0.300"
+    assert [arguments in shlex.join(start["argv"]) for start in starts] == [True] * 3
 
 
 def test_together_a_server_that_fails_leaves_the_others(fake, gpu):

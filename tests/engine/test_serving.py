@@ -46,6 +46,11 @@ def check_close(ours: list[Answer], theirs: list[Answer], bound: float) -> None:
     scored = differences(ours, theirs)
     assert len(scored) == sum(LENGTHS) - len(LENGTHS)
     assert statistics.fmean(scored) <= bound
+    check_tokens(ours, theirs, bound)
+
+
+def check_tokens(ours: list[Answer], theirs: list[Answer], bound: float) -> None:
+    """Completions agree up to the first token that the model itself hardly preferred."""
     for x, y in zip(ours, theirs, strict=True):
         for step, (a, b) in enumerate(zip(x.tokens, y.tokens, strict=True)):
             if a != b:

@@ -107,7 +107,7 @@ def measure(
     chosen = lengths(preset, settings.prompts)
     timed: dict[str, dict[int, Timed]] = {}
     facts: dict[str, dict[str, Any]] = {}
-    share = memory_share(preset, len(variants)) if settings.together else None
+    share = Share.of(preset, len(variants)) if settings.together else None
     with tempfile.TemporaryDirectory(prefix="zyfa-bench-") as scratch:
         model = preset.write(Path(scratch) / preset.name)
         for _ in range(settings.server_rounds):
@@ -135,30 +135,42 @@ def measure(
     return rows(preset.name, timed, facts)
 
 
-def memory_share(preset: Preset, servers: int) -> int:
-    """Bytes of KV cache for each of so many servers of a model on one GPU, which hold their weights as well.
+@dataclass(frozen=True)
+class Share:
+    """One server's part of a GPU that several share: a share of its memory, and bytes of KV cache.
 
-    Given to the engine instead of a share of the memory, which it would measure while the others take and free theirs.
-    Raises BenchError.
+    Given the bytes, the engine doesn't measure what is free, which changes while the others start. The share it
+    checks all the same.
     """
-    import torch
 
-    total = torch.cuda.mem_get_info()[1]
-    rest = int(total * USED_MEMORY / servers) - 2 * preset.parameters - OTHER_BYTES
-    if rest <= 0:
-        raise BenchError(
-            f"a GPU of {total / 2**30:.0f} GiB does not hold {servers} servers of {preset.name} together "
-            f"({2 * preset.parameters / 2**30:.0f} GiB of weights each); choose fewer with --serve, or leave out "
-            "--together"
-        )
-    return rest
+    memory: float
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, preset: Preset, servers: int) -> Share:
+        """Raises BenchError when the GPU does not hold so many servers with their weights."""
+        import torch
+
+        total = torch.cuda.mem_get_info()[1]
+        cache_bytes = int(total * USED_MEMORY / servers) - 2 * preset.parameters - OTHER_BYTES
+        if cache_bytes <= 0:
+            raise BenchError(
+                f"a GPU of {total / 2**30:.0f} GiB does not hold {servers} servers of {preset.name} together "
+                f"({2 * preset.parameters / 2**30:.0f} GiB of weights each); choose fewer with --serve, or leave out "
+                "--together"
+            )
+        return cls(USED_MEMORY / servers, cache_bytes)
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--kv-cache-memory-bytes", str(self.cache_bytes), "--gpu-memory-utilization", f"{self.memory:.3f}"]
 
 
 class _Contender:
     """One variant's server and what was measured on it. `error`: why there is nothing, if so."""
 
     def __init__(
-        self, preset: Preset, model: Path, variant: Variant, length: int, settings: Settings, share: int | None
+        self, preset: Preset, model: Path, variant: Variant, length: int, settings: Settings, share: Share | None
     ) -> None:
         self.variant = variant
         self.timed: dict[int, Timed] = {}
@@ -255,16 +267,16 @@ def _serve(
 
 
 def command(
-    model: Path, variant: Variant, length: int, settings: Settings, port: int, share: int | None = None
+    model: Path, variant: Variant, length: int, settings: Settings, port: int, share: Share | None = None
 ) -> list[str]:
-    """The server's command; the user's arguments come last, so that they win. share: bytes of its KV cache."""
+    """The server's command; the user's arguments come last, so that they win."""
     return [
         *(vllm_executable(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)),
         # Prompts are token ids: a checkpoint of facts has no tokenizer.
         *("--load-format", "dummy", "--skip-tokenizer-init", "--seed", str(settings.seed)),
         *("--max-model-len", str(length), "--no-enable-prefix-caching"),
         *(["--enforce-eager"] if is_cpu_build() else []),
-        *(["--kv-cache-memory-bytes", str(share)] if share is not None else []),
+        *(share.arguments if share is not None else []),
         *variant.args,
         *settings.args,
     ]
