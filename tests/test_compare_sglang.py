@@ -98,7 +98,7 @@ def test_the_noise_band_is_another_backend_than_the_baselines() -> None:
     assert sglang.second_baseline("cpu", "torch_native") is sglang.UNQUANTISED
     assert sglang.second_baseline("cuda", "fa3").args == ("--attention-backend", "triton")
     assert sglang.second_baseline("rocm", "aiter").args == ("--attention-backend", "triton")
-    assert sglang.second_baseline("cuda", "triton") is sglang.UNQUANTISED
+    assert sglang.second_baseline("cuda", "triton").args == ("--attention-backend", "torch_native")
     assert sglang.UNQUANTISED.uses_zyfa and sglang.UNQUANTISED.name == "baseline2"
 
 

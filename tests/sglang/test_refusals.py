@@ -80,8 +80,8 @@ def test_models_with_sinks_are_refused_when_the_server_starts() -> None:
         selection.create(runner)
 
 
-def test_sinks_and_other_arguments_of_a_call_are_refused() -> None:
-    rig = Rig()
+def test_sinks_and_other_arguments_of_a_call_are_refused(device) -> None:
+    rig = Rig(device=device)
     q, k, v = rig.tensors(3)
     batch = rig.extend([rig.request()], [0], [3])
     for arguments, reason in (

@@ -85,9 +85,11 @@ UNQUANTISED = Variant(
 
 def second_baseline(platform: str, backend: str) -> Variant:
     """What serves as the noise band: another unquantised backend of the engine, or ZYFA with quantisation off."""
-    if platform not in ("cuda", "rocm") or backend not in ("fa3", "fa4", "flashinfer", "aiter"):
+    if platform not in ("cuda", "rocm") or backend not in ("fa3", "fa4", "flashinfer", "aiter", "triton"):
         return UNQUANTISED
-    return Variant(NOISE, {}, ("--attention-backend", "triton"), what="the engine's triton, as the noise band")
+    # On a GPU ZYFA leaves what is not quantised to triton, which would be no second implementation beside itself.
+    name = "torch_native" if backend == "triton" else "triton"
+    return Variant(NOISE, {}, ("--attention-backend", name), what=f"the engine's {name}, as the noise band")
 
 
 def attention_backend(log: str) -> str:

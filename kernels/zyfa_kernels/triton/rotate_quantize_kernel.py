@@ -197,7 +197,7 @@ def _clamped(y, scale, LARGEST: tl.constexpr):
 @triton.jit
 def _beyond(y, bound, written):
     """How many values of each written row are beyond its bound."""
-    return tl.sum((tl.abs(y) > tl.where(written, bound, float("inf"))[:, None]).to(tl.int64), 1)
+    return tl.sum((tl.abs(y) > tl.where(written, bound, float("inf"))[:, None]).to(tl.int32), 1)
 
 
 @triton.jit
@@ -242,7 +242,7 @@ def _write(
     m0 = _matrix(table0, ROTATE, W0)
     if D1:
         m1 = _matrix(table1, ROTATE, W1)
-    beyond = tl.full((ROWS,), 0, tl.int64)
+    beyond = tl.full((ROWS,), 0, tl.int32)  # of one row in each of a program's tiles
     for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         live = tl.arange(0, ROWS) < count - tile * ROWS
         head = _heads(tile, HEADS, ROWS)
@@ -266,7 +266,8 @@ def _write(
             codes = _codes(y, scale, N1, ROTATE, INT8, NATIVE)
             _store(cache, target, written, cache_channel, codes, D0, D1, W1)
     if COUNT:
-        tl.atomic_add(saturated, tl.sum(beyond, 0))
+        total = tl.sum(beyond.to(tl.int64), 0)
+        tl.atomic_add(saturated, total, mask=total > 0)
 
 
 @triton.jit(do_not_specialize=["q_tokens", "kv_tokens"])
