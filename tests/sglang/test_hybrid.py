@@ -17,12 +17,11 @@ from zyfa_backend.sglang import hybrid
 
 def pair(rig: Rig, monkeypatch) -> TorchNativeAttnBackend:
     """torch_native paired with ZYFA's prefill, by SGLang's own class."""
-    from types import SimpleNamespace
-
     from sglang.srt.layers.attention import hybrid_attn_backend as module
 
-    spec = SimpleNamespace(speculative_attention_mode="prefill")
-    monkeypatch.setattr(module, "get_spec", lambda: spec)
+    # 0.5.18 asks the runner's arguments, later ones what is running.
+    rig.runner.server_args.speculative_attention_mode = "prefill"
+    monkeypatch.setattr(module, "get_spec", lambda: rig.runner.server_args, raising=False)
     rig.runner.model_config.context_len = 1024
     native = TorchNativeAttnBackend(rig.runner)
     both = HybridAttnBackend(model_runner=rig.runner, prefill_backend=rig.backend, decode_backend=native)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from zyfa_backend.sglang import registration
+from zyfa_backend.sglang import cpu_indices, registration
 
 PROBE = """
 import json, logging
@@ -19,14 +19,17 @@ from sglang.srt.plugins import load_plugins
 import zyfa_backend.sglang
 load_plugins()
 zyfa_backend.sglang.register()
-from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS
+try:
+    from sglang.srt.arg_groups import choices
+except ImportError:  # 0.5.18
+    from sglang.srt import server_args as choices
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 try:
     ATTENTION_BACKENDS["zyfa"](None)
     raised = ""
 except Exception as error:
     raised = f"{type(error).__name__}: {error}"
-lists = (ATTENTION_BACKEND_CHOICES, CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS)
+lists = (choices.ATTENTION_BACKEND_CHOICES, choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS)
 print(json.dumps({"counts": [names.count("zyfa") for names in lists], "raised": raised}))
 """
 
@@ -66,3 +69,18 @@ def test_an_sglang_without_the_lists_is_named(monkeypatch, caplog) -> None:
         registration.register.__wrapped__()
     assert "ZYFA is not an attention backend of this SGLang: ImportError" in caplog.text
     assert "It supports SGLang 0.5.18 to 0.5.23" in caplog.text
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_on_a_cpu_0_5_18_fills_indices_without_triton(on_cpu, monkeypatch) -> None:
+    """Its `support_triton` names two backends that do without; on a GPU it stays as it is."""
+    from sglang.srt.mem_cache import allocation
+    from sglang.srt.model_executor import forward_batch_info
+
+    for module in (allocation, forward_batch_info):
+        monkeypatch.setattr(module, "support_triton", lambda name: name not in ("torch_native", "intel_amx"))
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1" if on_cpu else "0")
+    cpu_indices.allow()
+    cpu_indices.allow()
+    for module in (allocation, forward_batch_info):
+        assert [module.support_triton(name) for name in ("zyfa", "torch_native", "triton")] == [not on_cpu, False, True]

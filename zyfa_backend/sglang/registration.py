@@ -10,7 +10,7 @@ import functools
 import logging
 
 from zyfa_backend import settings
-from zyfa_backend.sglang import NAME, cpu_cache
+from zyfa_backend.sglang import NAME, cpu_cache, cpu_indices
 
 SUPPORTED_SGLANG = ("0.5.18", "0.5.23")
 
@@ -28,6 +28,7 @@ def register() -> None:
     try:
         _check_environment()
         cpu_cache.allow()
+        cpu_indices.allow()
     except Exception as error:
         failure = error
         logger.error("ZYFA cannot serve in this process: %s: %s", type(error).__name__, error, exc_info=error)
