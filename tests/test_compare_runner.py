@@ -231,7 +231,7 @@ def test_the_baseline_sees_none_of_zyfas_switches(fake, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--context=400",), "--context 400 is too long; the server takes 400 tokens"),
+        (("--context=400",), "--context 400 is too long; at most 399: of 400 that the server takes"),
         (("--tokens=500000",), "--tokens 500000 is more than the text has"),
         (("--prompt-tokens=395",), "--prompt-tokens 395 and --max-tokens 8 are together more than the 400"),
     ],

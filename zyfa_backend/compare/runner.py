@@ -255,7 +255,9 @@ def make_plan(client: Client, text: str, settings: Settings, note: Any = lambda 
     longest = limit - 1  # the API generates at least one token
     context = settings.context or min(DEFAULT_CONTEXT, longest)
     if context > longest:
-        raise TextError(f"--context {context} is too long; the server takes {limit} tokens, one of which is generated")
+        raise TextError(
+            f"--context {context} is too long; at most {longest}: of {limit} that the server takes, one is generated"
+        )
     bos = client.bos()
     ids = client.tokenize(text, special=False)
     if settings.tokens is not None and settings.tokens > len(ids):
