@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from zyfa_kernels.triton.prefill import implementation, prefill
 
 DEVICE = "cuda"
@@ -267,7 +268,9 @@ def main() -> None:
         facts = dict(
             command=" ".join(["python", *sys.argv]),
             device=torch.cuda.get_device_name(),
+            date=time.strftime("%Y-%m-%d"),
             torch=torch.__version__,
+            triton=triton.__version__,
             implementation=implementation(DEVICE),
             cudnn=torch.backends.cudnn.version(),
             host_us=host * 1e6,

@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
-# Every figure of README's that comes from a GPU, on this machine: what the kernels do, what a server does, what the text
-# loses. Needs vLLM and ZYFA with its extras models and test in the environment of `python3`.
+# What README says of GPUs, measured on this machine: tests, what the kernels do, what a server does, what the text loses.
+# Needs vLLM, and ZYFA with its extras models and test, in the environment of PYTHON.
 #
 #     bash examples/measure_gpu.sh [STEP …]      # all: tests prefill write serving compare
 #
-# Settings: OUT (zyfa-results/gpu) gets the JSON, MODEL (made there) is the checkpoint that compare asks,
-# MODELS (the three presets) are served with dummy weights, CONTEXT (8191) is the length of compare's windows.
-set -euo pipefail
+# Settings: PYTHON (python3), OUT (zyfa-results/gpu) gets the JSON, MODEL (made there) is the checkpoint that compare asks,
+# MODELS (the three presets) are served with dummy weights, CONTEXT (8191) is the length of compare's windows. Relative
+# paths are of the directory it is called in. A step that fails is named at the end, and the others still run.
+set -uo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
-out=${OUT:-zyfa-results/gpu}
-model=${MODEL:-$out/smollm2-hd128}
+absolute() { case $1 in /*) echo "$1" ;; *) echo "$here/$1" ;; esac; }
+python=${PYTHON:-python3}
+out=$(absolute "${OUT:-zyfa-results/gpu}")
+model=$(absolute "${MODEL:-$out/smollm2-hd128}")
 models=${MODELS:-mistral-7b-v0.3,qwen3-8b,deepseek-v2-lite}
 context=${CONTEXT:-8191}
-mkdir -p "$out"
+
+zyfa() { "$python" -m zyfa_backend.cli "$@"; }
 
 tests() {
-    python3 -m pytest tests/triton tests/engine/test_gpu.py -m gpu -q
+    "$python" -m pytest tests/triton tests/engine/test_gpu.py -m gpu -q
 }
 
 prefill() {
-    python3 examples/bench_prefill.py --json "$out/prefill.json"
+    "$python" examples/bench_prefill.py --json "$out/prefill.json"
 }
 
 write() {
@@ -31,7 +36,7 @@ serving() {
 }
 
 compare() {
-    [ -e "$model" ] || zyfa model make smollm2-hd128 "$model"
+    [ -e "$model" ] || zyfa model make smollm2-hd128 "$model" || return
     zyfa compare "$model" --context "$context" --tokens "$((3 * context))" --out "$out/compare"
 }
 
@@ -43,7 +48,10 @@ for step in "${steps[@]}"; do
         *) echo "there is no step '$step'; choose from tests prefill write serving compare" >&2 && exit 2 ;;
     esac
 done
+mkdir -p "$out" || exit
+failed=()
 for step in "${steps[@]}"; do
     echo "== $step"
-    "$step"
+    "$step" || failed+=("$step")
 done
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2 && exit 1; }

@@ -111,7 +111,7 @@ def main() -> None:
     if starts := os.environ.get("FAKE_STARTS"):
         with open(starts, "a") as stream:
             switches = {k: v for k, v in os.environ.items() if k.startswith(("ZYFA_", "VLLM_", "HF_"))}
-            stream.write(json.dumps({"noise": NOISE, "argv": sys.argv, "env": switches}) + "\n")
+            stream.write(json.dumps({"pid": os.getpid(), "noise": NOISE, "argv": sys.argv, "env": switches}) + "\n")
     if os.environ.get("FAKE_CHILD"):
         child = subprocess.Popen(["sleep", "600"])
         print(f"child {child.pid}", flush=True)

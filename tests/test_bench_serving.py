@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +26,11 @@ TOGETHER = replace(QUICK, together=True)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU's memory, of which the fake servers take nothing: 141 GB."""
+    """A GPU's memory, of which the fake servers take nothing: 140 of 160 GiB are free."""
     import torch
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 << 30, 141 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 << 30, 160 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
 @pytest.fixture
@@ -99,9 +103,9 @@ def test_together_the_servers_run_at_once_and_are_asked_in_turn(fake, gpu, tmp_p
     assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1]
     assert asked[3]["prompt"] == asked[4]["prompt"] == asked[5]["prompt"] != asked[6]["prompt"]
     starts = [json.loads(line) for line in (tmp_path / "starts").read_text().splitlines()]
-    # 90% of 141 GiB for three, less 7.248e9 weights of two bytes and 8 GiB.
-    cache = int(0.3 * (141 << 30)) - 2 * 7_248_023_552 - (8 << 30)
-    arguments = f"--kv-cache-memory-bytes {cache} --gpu-memory-utilization 0.300"
+    # 90% of the free 140 GiB for three, less 7.248e9 weights of two bytes and 8 GiB; 42 GiB are 0.2625 of 160.
+    cache = (42 << 30) - 2 * 7_248_023_552 - (8 << 30)
+    arguments = f"--kv-cache-memory-bytes {cache} --gpu-memory-utilization 0.26"
     assert [arguments in shlex.join(start["argv"]) for start in starts] == [True] * 3
 
 
@@ -117,8 +121,59 @@ def test_together_without_the_baseline(fake, gpu, monkeypatch):
         measure(fake, ["lean"], settings=TOGETHER)
 
 
+@pytest.mark.parametrize("given", [("--gpu-memory-utilization=0.3",), ("--kv-cache-memory-bytes", "2G")])
+def test_together_the_users_own_memory_arguments_win(given, gpu):
+    assert serving.Share.of(presets.load("mistral-7b-v0.3"), 100, given) is None
+
+
+def test_together_nobody_is_asked_once_the_baseline_is_gone(fake, gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_REQUESTS", str(tmp_path / "requests"))
+    monkeypatch.setenv("FAKE_DIE_ONCE", str(tmp_path / "died"))
+    with pytest.raises(ServerError, match="the root of it"):
+        measure(fake, ["lean"], settings=TOGETHER)
+    assert not (tmp_path / "requests").exists()
+
+
+def test_a_baseline_that_fails_later_leaves_the_rounds_before(fake, monkeypatch):
+    serve, served = serving._serve, []
+
+    def once(contenders, *rest):
+        served.append(contenders[0].variant.name)
+        if len(served) > 2:
+            contenders[0].error = ServerError("gone")
+        else:
+            serve(contenders, *rest)
+
+    monkeypatch.setattr(serving, "_serve", once)
+    rows, skipped, _ = measure(fake, ["lean"], settings=replace(QUICK, server_rounds=3))
+    assert served == ["baseline", "lean", "baseline"]
+    assert {len(row["ttft_s_all"]) for row in rows} == {QUICK.repeats} and len(rows) == 4
+    assert [(entry["kernel"], entry["reason"]) for entry in skipped] == [("baseline", "gone")]
+
+
+@pytest.mark.parametrize("when", ["while they start", "while they answer"])
+def test_an_interruption_ends_all_servers_at_once(when, fake, gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv(*(("FAKE_START_DELAY", "60") if when == "while they start" else ("FAKE_HANG", "1")))
+    starts = tmp_path / "starts"
+
+    def interrupt() -> None:
+        while not starts.exists() or len(starts.read_text().splitlines()) < 2:
+            time.sleep(0.05)
+        time.sleep(0.5 if when == "while they start" else 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        measure(fake, ["lean"], settings=replace(TOGETHER, request_timeout_s=100))
+    assert time.monotonic() - begin < 20
+    for line in starts.read_text().splitlines():
+        with pytest.raises(ProcessLookupError):
+            os.kill(json.loads(line)["pid"], 0)
+
+
 def test_a_gpu_that_does_not_hold_them_together(fake, gpu):
-    with pytest.raises(BenchError, match="of 141 GiB does not hold 7 servers of mistral-7b-v0.3 together .14 GiB"):
+    with pytest.raises(BenchError, match="140 GiB of free GPU memory do not hold 7 servers of mistral-7b-v0.3 "):
         mine = [f"v{i}" for i in range(3)]
         measure(fake, ["lean", "exact", "int8", *mine], [f"{v}=--block-size 64" for v in mine], settings=TOGETHER)
 

@@ -97,6 +97,23 @@ def test_numbers_are_those_of_the_servers_distributions(fake, tmp_path, capsys):
     assert results["noise_band"] is None and row["kl_over_noise"] is None
 
 
+def test_a_noise_band_of_the_baselines_own_backend_is_none(fake, capsys, monkeypatch):
+    import dataclasses
+
+    from zyfa_backend.compare.variants import Variant
+
+    def again(*_):
+        return Variant("baseline2", {}, ("--attention-backend", "OTHER"), what="another")
+
+    engine = dataclasses.replace(engines.ENGINES["vllm"], second_baseline=again)
+    monkeypatch.setitem(engines.ENGINES, "vllm", engine)
+    assert fake("--json", f"--define={NOISY}", "--variants=baseline2,noisy") != 0
+    results = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in results["variants"]] == ["baseline", "noisy"] and results["noise_band"] is None
+    (failure,) = results["failures"]
+    assert failure["name"] == "baseline2" and "CPU_ATTN served it as it served the baseline" in failure["error"]
+
+
 def test_noise_band_and_kernels_from_the_counters(fake, capsys):
     defines = ("--define=baseline2=FAKE_NOISE=0.1", "--define=zyfa=VLLM_ATTENTION_BACKEND=ZYFA FAKE_NOISE=0.5")
     assert fake("--json", *defines, "--variants=baseline2,zyfa") == 0

@@ -6,8 +6,10 @@ the engine's own decode, graphs and calibration on the device, is tested in test
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +212,24 @@ def test_made_up_tokens_of_the_start_calibrate_nothing(monkeypatch) -> None:
     with pytest.raises(ZeroDivisionError):
         start_up._noted(lambda: 1 / 0)()
     assert not start_up.rehearsing()
+
+
+def test_the_v1_runner_replays_no_decode() -> None:
+    """It takes a decode's graph for a prompt of one token, too, whose scales nobody would calibrate."""
+    support = gpu.ZyfaGpuMetadataBuilder.get_cudagraph_support
+    assert support(SimpleNamespace(use_v2_model_runner=False), None).name == "NEVER"
+    assert support(SimpleNamespace(use_v2_model_runner=True), None).name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+def test_compiled_graphs_of_other_sources_are_not_taken(monkeypatch) -> None:
+    import vllm.envs
+
+    layer(monkeypatch, "int8")
+    before = vllm.envs.compile_factors()
+    digest = hashlib.sha256()
+    for path in sorted(Path(gpu.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    assert before[start_up.SOURCES] == digest.hexdigest()
 
 
 def test_while_a_graph_is_captured_no_event_is_asked(monkeypatch) -> None:

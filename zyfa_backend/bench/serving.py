@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ VARIANTS = {
     **{name: variant for name, variant in KNOWN.items() if variant.uses_zyfa},
 }
 DEFAULT = (BASELINE, "engine-fp8", "lean")
-# Of servers that run together: the share of the GPU's memory that they take, and of each what is neither weights nor
-# KV cache (CUDA's context, activations, graphs).
+# Of servers that run together: the share of the GPU's free memory that they take, and of each what is neither weights
+# nor KV cache (CUDA's context, activations, graphs).
 USED_MEMORY, OTHER_BYTES = 0.9, 8 << 30
+MEMORY_ARGUMENTS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,20 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows for every variant and prompt length of one model.
 
-    A variant whose server fails is noted in `skipped`; without the baseline there is nothing to compare: ServerError.
+    A variant whose server fails is noted in `skipped`; without the baseline there is nothing to compare: ServerError,
+    or the rows of the rounds before.
     logs: folder that keeps the servers' logs. Raises BenchError when the GPU does not hold all servers together.
     """
     chosen = lengths(preset, settings.prompts)
     timed: dict[str, dict[int, Timed]] = {}
     facts: dict[str, dict[str, Any]] = {}
-    share = Share.of(preset, len(variants)) if settings.together else None
+    share = Share.of(preset, len(variants), settings.args) if settings.together else None
+
+    def skip(contender: _Contender) -> None:
+        reason = str(contender.error)
+        skipped.append({"kernel": contender.variant.name, "shape": preset.name, "reason": reason})
+        note(reason)
+
     with tempfile.TemporaryDirectory(prefix="zyfa-bench-") as scratch:
         model = preset.write(Path(scratch) / preset.name)
         for _ in range(settings.server_rounds):
@@ -117,21 +125,23 @@ def measure(
                 note(f"serving {preset.name}: {', '.join(variant.name for variant in group)}")
                 contenders = [_Contender(preset, model, variant, max(chosen) + 1, settings, share) for variant in group]
                 _serve(contenders, preset, settings, chosen, sampler, logs)
+                baseline = next((one for one in contenders if one.variant.name == BASELINE), None)
+                if baseline is not None and baseline.error is not None:
+                    if BASELINE not in timed:
+                        raise baseline.error
+                    skip(baseline)  # earlier rounds stand
+                    return rows(preset.name, timed, facts)
                 for contender in contenders:
                     name = contender.variant.name
-                    if contender.error is None:
-                        collected = timed.setdefault(name, {length: Timed(length) for length in chosen})
-                        for length, result in contender.timed.items():
-                            collected[length].ttft_s += result.ttft_s
-                            collected[length].tokens_per_s += result.tokens_per_s
-                        facts[name] = contender.facts
+                    if contender.error is not None:
+                        timed.pop(name, None)
+                        skip(contender)
                         continue
-                    if name == BASELINE:
-                        raise contender.error
-                    timed.pop(name, None)
-                    reason = str(contender.error)
-                    skipped.append({"kernel": name, "shape": preset.name, "reason": reason})
-                    note(reason)
+                    collected = timed.setdefault(name, {length: Timed(length) for length in chosen})
+                    for length, result in contender.timed.items():
+                        collected[length].ttft_s += result.ttft_s
+                        collected[length].tokens_per_s += result.tokens_per_s
+                    facts[name] = contender.facts
     return rows(preset.name, timed, facts)
 
 
@@ -147,23 +157,30 @@ class Share:
     cache_bytes: int
 
     @classmethod
-    def of(cls, preset: Preset, servers: int) -> Share:
-        """Raises BenchError when the GPU does not hold so many servers with their weights."""
+    def of(cls, preset: Preset, servers: int, given: tuple[str, ...] = ()) -> Share | None:
+        """None where the user's own arguments, `given`, say how much memory a server takes.
+
+        Raises BenchError when what is free on the GPU does not hold so many servers with their weights.
+        """
         import torch
 
-        total = torch.cuda.mem_get_info()[1]
-        cache_bytes = int(total * USED_MEMORY / servers) - 2 * preset.parameters - OTHER_BYTES
+        if any(argument.split("=")[0] in MEMORY_ARGUMENTS for argument in given):
+            return None
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        cache_bytes = int(free * USED_MEMORY / servers) - 2 * preset.parameters - OTHER_BYTES
         if cache_bytes <= 0:
             raise BenchError(
-                f"a GPU of {total / 2**30:.0f} GiB does not hold {servers} servers of {preset.name} together "
-                f"({2 * preset.parameters / 2**30:.0f} GiB of weights each); choose fewer with --serve, or leave out "
-                "--together"
+                f"{free / 2**30:.0f} GiB of free GPU memory do not hold {servers} servers of {preset.name} together "
+                f"({2 * preset.parameters / 2**30:.0f} GiB of weights and {OTHER_BYTES >> 30} GiB beside each); choose "
+                "fewer with --serve, or leave out --together"
             )
-        return cls(USED_MEMORY / servers, cache_bytes)
+        return cls(free * USED_MEMORY / servers / total, cache_bytes)
 
     @property
     def arguments(self) -> list[str]:
-        return ["--kv-cache-memory-bytes", str(self.cache_bytes), "--gpu-memory-utilization", f"{self.memory:.3f}"]
+        values = (str(self.cache_bytes), f"{self.memory:.3f}")
+        return [word for pair in zip(MEMORY_ARGUMENTS, values, strict=True) for word in pair]
 
 
 class _Contender:
@@ -202,25 +219,35 @@ class _Contender:
         try:
             seconds = self.client.generate(ids, 1).ttft_s
         except ClientError as error:
-            self.error = self.server.failed(str(error))
+            self._fail(error)
         else:
             if keep:
                 self.timed[len(ids)].ttft_s.append(seconds)
 
-    def ask_many(self, pool: ThreadPoolExecutor, prompts: list[list[int]]) -> None:
+    def ask_many(self, prompts: list[list[int]]) -> None:
         """Prompt tokens per second of some prompts of one length at once."""
-        begin = time.perf_counter()
-        try:
-            list(pool.map(lambda ids: self.client.generate(ids, 1), prompts))
-        except ClientError as error:
-            self.error = self.server.failed(str(error))
-        else:
-            tokens = sum(map(len, prompts))
-            self.timed[len(prompts[0])].tokens_per_s.append(tokens / (time.perf_counter() - begin))
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            begin = time.perf_counter()
+            try:
+                for done in as_completed([pool.submit(self.client.generate, ids, 1) for ids in prompts]):
+                    done.result()
+            except ClientError as error:
+                self._fail(error)
+            except BaseException:
+                self.server.stop(in_order=False)  # which ends the prompts that the pool would wait for
+                raise
+            else:
+                tokens = sum(map(len, prompts))
+                self.timed[len(prompts[0])].tokens_per_s.append(tokens / (time.perf_counter() - begin))
 
-    def stop(self, kind: type[BaseException] | None, logs: Path | None) -> None:
+    def _fail(self, error: ClientError) -> None:
+        """Ends the server at once: what it still computes would slow the others."""
+        self.error = self.server.failed(str(error))
+        self.server.stop(in_order=False)
+
+    def stop(self, hurried: bool, logs: Path | None) -> None:
+        self.server.stop(in_order=not hurried)
         self.client.__exit__(None, None, None)
-        self.server.__exit__(kind, None, None)
         if logs is not None and self.server.log.exists():
             logs.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.server.log, logs / self._log_name)
@@ -251,15 +278,14 @@ def _serve(
     """Starts the servers at once, asks them, ends them. What fails is in their `error`."""
     begin = time.time()
     # The servers end with the threads that started them, so these stay until the last has answered.
-    with ThreadPoolExecutor(len(contenders)) as pool:
+    with ThreadPoolExecutor(len(contenders)) as threads:
         try:
-            list(pool.map(_Contender.start, contenders))
-            if not any(one.error is not None and one.variant.name == BASELINE for one in contenders):
-                _ask(contenders, preset, settings, chosen)
+            list(threads.map(_Contender.start, contenders))
+            _ask(contenders, preset, settings, chosen)
         finally:
-            kind = sys.exc_info()[0]
-            for one in contenders:
-                one.stop(kind or (type(one.error) if one.error else None), logs)
+            hurried = sys.exc_info()[0] is not None
+            with ThreadPoolExecutor(len(contenders)) as stoppers:
+                list(stoppers.map(lambda one: one.stop(hurried, logs), contenders))
     clocks = sampler.between(begin, time.time()) if sampler is not None else None
     for one in contenders:
         if one.error is None:
@@ -289,23 +315,26 @@ def _ask(contenders: list[_Contender], preset: Preset, settings: Settings, chose
         return random.integers(0, preset.vocabulary, length).tolist()
 
     def alive(first: int) -> Iterator[_Contender]:
-        """Those that answer, beginning with another one each time."""
+        """Those that answer, beginning with another one each time; none without the baseline, if it is among them."""
         first %= len(contenders)
-        return (one for one in contenders[first:] + contenders[:first] if one.error is None)
+        for one in contenders[first:] + contenders[:first]:
+            if any(other.error is not None and other.variant.name == BASELINE for other in contenders):
+                return
+            if one.error is None:
+                yield one
 
-    with ThreadPoolExecutor(settings.concurrency) as pool:
-        for length in chosen:
-            for one in alive(0):
-                one.timed[length] = Timed(length)
-                one.ask(prompt(length), keep=False)  # compilation and allocation of this length are not timed
-            for round_ in range(settings.repeats):
-                ids = prompt(length)
-                for one in alive(round_):
-                    one.ask(ids, keep=True)
-            for round_ in range(settings.repeats):
-                many = [prompt(length) for _ in range(settings.concurrency)]
-                for one in alive(round_):
-                    one.ask_many(pool, many)
+    for length in chosen:
+        for one in alive(0):
+            one.timed[length] = Timed(length)
+            one.ask(prompt(length), keep=False)  # compilation and allocation of this length are not timed
+        for round_ in range(settings.repeats):
+            ids = prompt(length)
+            for one in alive(round_):
+                one.ask(ids, keep=True)
+        for round_ in range(settings.repeats):
+            many = [prompt(length) for _ in range(settings.concurrency)]
+            for one in alive(round_):
+                one.ask_many(many)
 
 
 def rows(model: str, timed: dict[str, dict[int, Timed]], facts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -85,7 +85,11 @@ def bench(
     server_rounds: Annotated[int, typer.Option(min=1, help="How often the servers are started in turn.")] = 1,
     together: Annotated[
         bool,
-        typer.Option("--together", help="Start a model's servers side by side on the GPU and ask them in turn."),
+        typer.Option(
+            "--together",
+            help="Start a model's servers side by side and ask them in turn. They share 90% of the GPU's free memory; "
+            "of its part each leaves 8 GiB beside weights and KV cache.",
+        ),
     ] = False,
     server_arg: Annotated[
         list[str] | None, typer.Option(metavar="ARGS", help="More arguments for every server. Repeatable.")

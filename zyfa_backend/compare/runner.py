@@ -112,12 +112,18 @@ class Run:
             failures: dict[str, str] = {}
             for index, variant in enumerate(self.variants):
                 self.progress.variant(variant.name, index, len(self.variants))
+                first: Measurement | None = None
                 if variant is self.engine.variants()[NOISE]:
                     assert outcome is not None
                     first = outcome.measurements[BASELINE]
                     variant = self.engine.second_baseline(first.platform, first.kernel)
                 try:
                     measurement, reused = self._measured(variant)
+                    if first is not None and not variant.uses_zyfa and measurement.kernel == first.kernel:
+                        raise RunError(
+                            f"{first.kernel} served it as it served the baseline, which shows no noise; "
+                            "a --server-arg that chooses the attention backend wins over the variant's own"
+                        )
                 except (ServerError, ClientError, RunError) as error:
                     if variant.name == BASELINE:
                         raise

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,7 +95,7 @@ def server_environment(
 
 
 class Server:
-    """A running server as a context manager.
+    """A running server as a context manager, started once.
 
     command, env: what to start. log: file that gets its output. url: where it will listen.
     Raises ServerError from start() when it dies or is not healthy within `startup_timeout_s`.
@@ -107,6 +108,7 @@ class Server:
         self.url = url
         self.startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Server:
         try:
@@ -139,6 +141,8 @@ class Server:
                 )
             except OSError as error:
                 raise ServerError(f"cannot start {self.command[0]}: {error.strerror}") from error
+        if self._stopped.is_set():  # by another thread, which saw no process yet
+            self.stop(in_order=False)
         deadline = time.monotonic() + self.startup_timeout_s
         with Client(self.url, timeout_s=5) as client:
             while not client.healthy():
@@ -155,17 +159,19 @@ class Server:
 
     def check_alive(self) -> None:
         """Raises ServerError with the last log lines when the server has ended."""
-        assert self._process is not None
-        code = self._process.poll()
+        process = self._process
+        if process is None:
+            raise ServerError("the server was stopped")
+        code = process.poll()
         if code is not None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise ServerError(self.describe(how))
 
     def failed(self, reason: str) -> ServerError:
         """The error for a failed request: that the server died, if it did (it may take a moment), else `reason`."""
-        assert self._process is not None
         try:
-            self._process.wait(timeout=3)
+            if self._process is not None:
+                self._process.wait(timeout=3)
             self.check_alive()
         except subprocess.TimeoutExpired:
             pass
@@ -196,9 +202,12 @@ class Server:
     def stop(self, in_order: bool = True) -> None:
         """Ends the server and waits for its whole process group, killing what does not end in time.
 
+        From another thread it also ends a start that is under way, which then raises ServerError.
+
         in_order: only the API server is told, which ends its engine processes so that they write their counters.
         Otherwise all of them are told at once.
         """
+        self._stopped.set()
         process, self._process = self._process, None
         if process is None:
             return

@@ -130,6 +130,11 @@ class ZyfaGpuMetadataBuilder(TritonAttentionMetadataBuilder):
     supports_draft_decode_metadata_update = False
     reorder_batch_threshold: int = 1
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+        # vLLM's V1 runner replays a decode's graph for a prompt of one token too, past the calibration.
+        return cls._cudagraph_support if vllm_config.use_v2_model_runner else AttentionCGSupport.NEVER
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ZyfaGpuMetadata:
@@ -206,6 +211,7 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         }
         self._store = store_for(vllm_config, self.config)
         start_up.watch()
+        start_up.key_compiled_graphs()
         self._device = torch.device(vllm_config.device_config.device_type, torch.accelerator.current_device_index())
         self._turn = _unnormalised(head_size, self.config.rotation, vllm_config.model_config.dtype, self._device)
         if self._turn is not None:

@@ -147,7 +147,7 @@ def _rows(shape: tuple[int, ...], stride: tuple[int, ...], name: str) -> tuple[i
     block, token, head = ((0,) * (4 - len(stride)) + tuple(stride))[:-1]
     blocks, tokens, heads, d = (1,) * (4 - len(shape)) + tuple(shape)
     # A single token's stride binds nothing, but as the pitch it gives the constants, and the kernel, of many tokens.
-    natural = token % 16 == 0 and token >= (heads - 1) * head + d
+    natural = blocks == 1 and token % 16 == 0 and token >= (heads - 1) * head + d
     pitch = token if tokens > 1 or natural else max(block, head, d)
     beside = heads == 1 or head < pitch
     row_h, col_h = (0, 0) if heads == 1 else (0, head) if beside else (head // pitch, 0)
