@@ -192,7 +192,7 @@ class _Contender:
         self.variant = variant
         self.timed: dict[int, Timed] = {}
         self.facts: dict[str, Any] = {}
-        self.error: ServerError | ClientError | None = None
+        self.error: ServerError | None = None
         self._folder = Path(tempfile.mkdtemp(prefix=f"{variant.name}-", dir=model.parent))
         self._log_name = f"{preset.name}-{variant.name}.log"
         env = server_environment(str(model), variant.env, os.environ)
