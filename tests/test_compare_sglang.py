@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,6 +74,13 @@ def test_prompt_log_probabilities(client) -> None:
 def test_an_answer_without_them_is_an_error(client) -> None:
     with pytest.raises(ClientError, match="returned no prompt log-probabilities; compare needs a server of SGLang"):
         client.score([20, 21], top_k=2)
+
+
+def test_times_of_the_first_token_and_the_last(client, monkeypatch) -> None:
+    clock = iter([10.0, 10.5, 11.0, 13.0])  # the request, then its three tokens
+    monkeypatch.setattr("zyfa_backend.compare.client.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    answer = client.generate([1, 2], max_tokens=3)
+    assert (answer.ttft_s, answer.total_s) == (0.5, 3.0)
 
 
 def test_streamed_tokens_and_requests_that_share_no_prefix(client) -> None:

@@ -24,10 +24,12 @@ class ClientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Continuation:
-    """Greedy continuation of one prompt. ttft_s: seconds from sending the request to the first token."""
+    """Greedy continuation of one prompt. ttft_s, total_s: seconds from sending the request to the first token and to
+    the last."""
 
     token_ids: list[int]
     ttft_s: float
+    total_s: float
 
 
 class Client:
@@ -126,7 +128,7 @@ class Client:
     ) -> Continuation:
         """A streamed completion; `longer` gives all tokens so far for an event and those before it."""
         tokens: list[int] = []
-        ttft = None
+        ttft = total = 0.0
         start = time.perf_counter()
         try:
             with self._http.stream("POST", path, json=body) as response:
@@ -139,16 +141,17 @@ class Client:
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise ClientError(f"{self.url} broke off: {event['error'].get('message', event['error'])}")
-                    tokens = longer(event, tokens)
-                    if tokens and ttft is None:
-                        ttft = time.perf_counter() - start
+                    before, tokens = len(tokens), longer(event, tokens)
+                    if len(tokens) > before:
+                        total = time.perf_counter() - start
+                        ttft = ttft or total
         except httpx.TimeoutException as error:
             raise ClientError(f"{self.url} sent nothing for {self.timeout_s:g} s during a completion") from error
         except httpx.HTTPError as error:
             raise ClientError(f"{self.url} broke off a completion: {error or type(error).__name__}") from error
-        if ttft is None or len(tokens) != max_tokens:
+        if len(tokens) != max_tokens:
             raise ClientError(f"{self.url} returned {len(tokens)} of {max_tokens} tokens")
-        return Continuation(tokens, ttft)
+        return Continuation(tokens, ttft, total)
 
     def _body(self, ids: list[int], **extra: Any) -> dict[str, Any]:
         # A fresh salt keeps every request out of another's cached prefix, also on a server that caches prefixes.
