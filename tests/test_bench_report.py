@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zyfa_backend.bench import clocks, kernels, presets, report, serving, shapes
+from zyfa_backend.bench import clocks, kernels, presets, report, servers, serving, shapes
 
 
 def test_flops_of_a_shape_worked_by_hand():
@@ -49,8 +49,8 @@ def test_rates_and_ratios():
 
 def test_table_and_plots(tmp_path):
     served = {
-        "baseline": {2048: serving.Timed(2048, [0.2, 0.3, 0.1], [9000.0])},
-        "lean": {2048: serving.Timed(2048, [0.1, 0.1, 0.12], [18000.0])},
+        "baseline": {2048: servers.Timed(2048, [0.2, 0.3, 0.1], [9000.0])},
+        "lean": {2048: servers.Timed(2048, [0.1, 0.1, 0.12], [18000.0])},
     }
     facts = {name: {"ran": f"{name}'s kernel", "command": "vllm", "clocks": None} for name in served}
     both = rows() + serving.rows("mistral-7b-v0.3", served, facts)

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests import fake_vllm
-from zyfa_backend.bench import presets, serving
+from zyfa_backend.bench import presets, servers, serving
 from zyfa_backend.bench.errors import BenchError
 from zyfa_backend.compare.server import ServerError
 
 FAKE = Path(fake_vllm.__file__)
-QUICK = serving.Settings(prompts=(64, 128), repeats=3, concurrency=2, startup_timeout_s=60, request_timeout_s=20)
+QUICK = servers.Settings(prompts=(64, 128), repeats=3, concurrency=2, startup_timeout_s=60, request_timeout_s=20)
 TOGETHER = replace(QUICK, together=True)
 
 
@@ -39,7 +39,7 @@ def fake(tmp_path, monkeypatch):
     script = tmp_path / "vllm"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} {FAKE} \"$@\"\n")
     script.chmod(0o755)
-    monkeypatch.setattr(serving, "vllm_executable", lambda: str(script))
+    monkeypatch.setattr(servers, "vllm_executable", lambda: str(script))
     monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
     for name in [name for name in os.environ if name.startswith(("ZYFA_", "VLLM_"))]:
         monkeypatch.delenv(name)
@@ -123,7 +123,7 @@ def test_together_without_the_baseline(fake, gpu, monkeypatch):
 
 @pytest.mark.parametrize("given", [("--gpu-memory-utilization=0.3",), ("--kv-cache-memory-bytes", "2G")])
 def test_together_the_users_own_memory_arguments_win(given, gpu):
-    assert serving.Share.of(presets.load("mistral-7b-v0.3"), 100, given) is None
+    assert servers.Share.of(presets.load("mistral-7b-v0.3"), 100, given) is None
 
 
 def test_together_nobody_is_asked_once_the_baseline_is_gone(fake, gpu, tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_the_real_engine_serves_facts_without_weights_or_tokenizer(monkeypatch):
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
     }  # fmt: skip
-    settings = serving.Settings(prompts=(128, 512), repeats=2, concurrency=2)
+    settings = servers.Settings(prompts=(128, 512), repeats=2, concurrency=2)
     rows, skipped, _ = measure(replace(qwen, config={**qwen.config, **small}), ["lean"], settings=settings)
     assert not skipped and len(rows) == 4
     assert {row["ran"].split("/")[0] for row in rows if row["kernel"] == "lean"} == {"numba"}

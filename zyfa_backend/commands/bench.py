@@ -15,8 +15,9 @@ from zyfa_backend.commands.common import Json, UserError, log, print_json
 from zyfa_backend.commands.compare import split_words
 
 if TYPE_CHECKING:
-    from zyfa_backend.bench import kernels, serving
+    from zyfa_backend.bench import kernels
     from zyfa_backend.bench.presets import Preset
+    from zyfa_backend.bench.servers import Settings as ServingSettings
     from zyfa_backend.bench.shapes import Shape
     from zyfa_backend.compare.variants import Variant
 
@@ -139,14 +140,13 @@ def bench(
             kernel=_kernel_settings(variants, peers, block_size, warmups, launches, repeats, warm_in, sustain),
         )
         if "serving" in chosen:
-            from zyfa_backend.bench import presets
-            from zyfa_backend.bench import serving as serving_module
+            from zyfa_backend.bench import presets, servers, serving
 
             work.models = [presets.load(name) for name in _words("--models", models)]
-            work.servers = serving_module.select([name for name in serve.split(",") if name], define or [])
+            work.servers = serving.select([name for name in serve.split(",") if name], define or [])
             for model in work.models:
-                serving_module.lengths(model, tuple(prompt_lengths))
-            work.serving = serving_module.Settings(
+                serving.lengths(model, tuple(prompt_lengths))
+            work.serving = servers.Settings(
                 tuple(prompt_lengths),
                 requests,
                 concurrency,
@@ -185,7 +185,7 @@ class _Work:
     kernel: kernels.Settings
     models: list[Preset] = field(default_factory=list)
     servers: list[Variant] = field(default_factory=list)
-    serving: serving.Settings | None = None
+    serving: ServingSettings | None = None
 
 
 def _kernel_settings(variants: str, peers: str, block_size: int, warmups: int, launches: int, repeats: int,
