@@ -202,14 +202,11 @@ def _beyond(y, bound, written):
 
 @triton.jit
 def _quantize_q(
-    x, out, scales, table0, table1, count, x_token, x_head, x_channel, out_token, out_head, out_channel,
+    x, out, scales, m0, m1, count, x_token, x_head, x_channel, out_token, out_head, out_channel,
     scale_token, scale_head, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr, N0: tl.constexpr,
     D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr,
     NATIVE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    m0 = _matrix(table0, ROTATE, W0)
-    if D1:
-        m1 = _matrix(table1, ROTATE, W1)
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         live = tl.arange(0, ROWS) < count - tile * ROWS
         base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
@@ -231,7 +228,7 @@ def _quantize_q(
 
 @triton.jit
 def _write(
-    x, cache, slots, scales, scale_stride, saturated, table0, table1, before, count, x_token, x_head, x_channel,
+    x, cache, slots, scales, scale_stride, saturated, m0, m1, before, count, x_token, x_head, x_channel,
     cache_block, cache_slot, cache_head, cache_channel, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr,
     N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr,
     INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
@@ -239,9 +236,6 @@ def _write(
 ):  # fmt: skip
     largest: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
     clipped: tl.constexpr = INT8_CLIPPED if INT8 else E4M3_CLIPPED
-    m0 = _matrix(table0, ROTATE, W0)
-    if D1:
-        m1 = _matrix(table1, ROTATE, W1)
     beyond = tl.full((ROWS,), 0, tl.int32)  # of one row in each of a program's tiles
     for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         live = tl.arange(0, ROWS) < count - tile * ROWS
@@ -285,22 +279,26 @@ def rotate_quantize(
     D = D0 + D1 are the blocks of the rotation, W0 and W1 their widths as powers of two, N0 and N1 their factors.
     """
     before = 0
+    m0 = _matrix(table0, ROTATE, W0)  # once for Q and K
+    m1 = 0.0
+    if D1:
+        m1 = _matrix(table1, ROTATE, W1)
     if Q_HEADS:
         _quantize_q(
-            q, q_out, q_scale, table0, table1, q_tokens * Q_HEADS, q_token, q_head, q_channel, out_token, out_head,
+            q, q_out, q_scale, m0, m1, q_tokens * Q_HEADS, q_token, q_head, q_channel, out_token, out_head,
             out_channel, qs_token, qs_head, Q_HEADS, D0, W0, N0, D1, W1, N1, ROTATE, INT8, NATIVE, ROWS, STAGES,
         )  # fmt: skip
         before = tl.cdiv(q_tokens * Q_HEADS, ROWS)
     if KV_HEADS:
         count = kv_tokens * KV_HEADS
         _write(
-            k, k_cache, slots, k_scale, k_scale_stride, saturated, table0, table1, before, count, k_token, k_head,
+            k, k_cache, slots, k_scale, k_scale_stride, saturated, m0, m1, before, count, k_token, k_head,
             k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE,
             INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
         before += tl.cdiv(count, ROWS)
         _write(
-            v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, table0, table1, before, count, v_token, v_head,
+            v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, 0.0, 0.0, before, count, v_token, v_head,
             v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False,
             NATIVE, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
