@@ -21,6 +21,8 @@ NEW_TOKENS, LAYERS = 8, 2
 CHUNK = 64
 # fp32, so that tokens are those of another implementation and no tie is decided by rounding of the matrix products.
 ENGINE = {"dtype": "float32", "max_total_tokens": 4096, "chunked_prefill_size": CHUNK}
+# Overlapped, a step runs before the one before it is known to be the last, so what ran can't be counted.
+IN_TURN = {"disable_overlap_schedule": True}
 BOTH = {"attention_backend": "zyfa"}
 HYBRID = {
     "attention_backend": "torch_native",
@@ -55,6 +57,7 @@ def prompts() -> list[list[list[int]]]:
 
 
 CACHED = [[0], [200], [149, 0, 0]]
+CACHED_IN_PAGES = [[0], [192], [144, 0, 0]]
 PROMPT_TOKENS = sum(len(ids) for step in prompts() for ids in step)
 PREFILLED = PROMPT_TOKENS - sum(sum(step) for step in CACHED)
 DECODED = 5 * (NEW_TOKENS - 1)
@@ -72,8 +75,10 @@ def run(command: list[str], model: Path, engine: dict, stats: Path, **environmen
 
 
 def sglang(model: Path, engine: dict, stats: Path, **environment: str) -> Run:
-    found = run([sys.executable, "-m", "tests.sglang.engine_job"], model, {**ENGINE, **engine}, stats, **environment)
-    assert [[answer["cached"] for answer in step] for step in found.steps] == CACHED
+    arguments = {**ENGINE, **IN_TURN, **engine}
+    found = run([sys.executable, "-m", "tests.sglang.engine_job"], model, arguments, stats, **environment)
+    expected = CACHED_IN_PAGES if arguments.get("page_size") == 16 else CACHED
+    assert [[answer["cached"] for answer in step] for step in found.steps] == expected
     return found
 
 
@@ -128,6 +133,17 @@ def test_without_quantisation_the_tokens_are_those_of_transformers(qwen3, refere
     assert found.kernels["torch/fp32-hd128-causal"]["tokens"] == LAYERS * PREFILLED
     assert found.kernels["torch/fp32-hd128-decode"]["tokens"] == LAYERS * DECODED
     assert found.kernels["torch/write-hd128"]["tokens"] == LAYERS * (PREFILLED + DECODED)
+
+
+def test_overlapped_steps_pages_and_mixed_batches_change_no_token(qwen3, reference, tmp_path) -> None:
+    """The engine's default schedule, a pool in pages of 16, and decodes that run in the batch of another's chunk."""
+    mixed = {"disable_overlap_schedule": False, "page_size": 16, "enable_mixed_chunk": True}
+    found = sglang(qwen3, {**BOTH, **mixed}, tmp_path)
+    assert found.tokens == reference
+    # A decode in a mixed batch is an extend of one token.
+    alone = PROMPT_TOKENS - sum(map(sum, CACHED_IN_PAGES))
+    assert found.kernels["torch/fp32-hd128-causal"]["tokens"] > LAYERS * alone
+    assert found.kernels["torch/fp32-hd128-decode"]["tokens"] > 0
 
 
 def test_quantised_the_tokens_are_those_of_zyfa_under_vllm(qwen3, reference, tmp_path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from tests.sglang.codec import decode, rotated
-from tests.sglang.rig import FP8, Rig, attention, error
+from tests.sglang.codec import decode, encode, rotated
+from tests.sglang.rig import FP8, Rig, attention, error, layer_name
 from tests.sglang.test_backend import scale_file
-from zyfa_backend.config import ConfigError
+from zyfa_backend.config import LEAN, ConfigError
 from zyfa_backend.dispatch import Unsupported
+from zyfa_backend.scales import LayerScales, write
 from zyfa_backend.sglang import hybrid
 
 
@@ -83,7 +86,8 @@ def test_the_checkpoints_scales_are_taken_over(device, monkeypatch) -> None:
     layer.k_scale_float, layer.v_scale_float = 0.25, 0.125
     rig.backend = type(rig.backend)(rig.runner)
     scales = rig.backend.served(layer).scales
-    assert (scales.k.unique().tolist(), scales.v.unique().tolist(), scales.source) == ([0.25], [0.125], "checkpoint")
+    assert (scales.k.unique().tolist(), scales.v.unique().tolist()) == ([1.0], [0.125])
+    assert scales.source == "checkpoint, K's raised for the engine's decode"
     native = pair(rig, monkeypatch)
     row = rig.request()
     q, k, v = rig.tensors(101)
@@ -91,6 +95,28 @@ def test_the_checkpoints_scales_are_taken_over(device, monkeypatch) -> None:
     out = rig.run(rig.decode([row], [100]), q[100:], k[100:], v[100:], backend=native)
     assert layer.k_scale is None and layer.k_scale_float is None
     assert error(out.cpu(), attention(q[100:], k, v, 128**-0.5).cpu()) < 0.08
+
+
+@pytest.mark.parametrize("scale", [0.0002, 0.005, 0.02, 0.9, 3.0])
+def test_a_decode_that_rounds_its_query_to_e4m3_keeps_it(scale, tmp_path, monkeypatch) -> None:
+    """As fa3's and triton's decodes do, without a scale. A query that is rounded itself is off by 2.5%."""
+    held = {layer_name(0): LayerScales(2)}
+    held[layer_name(0)].fix(torch.tensor([scale, 1.4 * scale]), torch.ones(1), "test")
+    path = str(tmp_path / "scales.safetensors")
+    write(path, held, LEAN)
+    monkeypatch.setenv("ZYFA_SCALES", path)
+    rig = Rig(decode="triton")
+    layer = rig.model.attention(0)
+    served = rig.backend.served(layer)
+    factor = served.scales.k / held[layer_name(0)].k
+    assert factor.unique().numel() == 1 and math.log2(factor[0]).is_integer() and 1 <= factor[0] <= 128
+    q, k, _ = rig.tensors(400)
+    turned = hybrid.turned_query(q, layer, served, "hadamard").double()
+    assert error(decode(encode(turned)), turned) < 0.03
+    # K's codes lose no precision of their own by it.
+    k = rotated(k) * scale * 100
+    step = served.scales.k.double()[:, None]
+    assert error(decode(encode(k / step)) * step, k) < 0.03
 
 
 def test_unquantised_unrotated_caches_leave_the_engine_alone(monkeypatch) -> None:

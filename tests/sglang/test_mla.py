@@ -150,6 +150,36 @@ def test_the_form_that_sglang_is_asked_for() -> None:
     assert mla.forward_method(attention_layer, long) == AttnForwardMethod.MHA_ONE_SHOT
 
 
+def test_the_prefills_graphs_are_turned_off(monkeypatch, caplog) -> None:
+    """They are on by default on CUDA, and SGLang asks its own configuration whether to capture them."""
+    from sglang.srt.model_executor import cuda_graph_config as module
+
+    phases = (module.PhaseConfig(backend=module.Backend.FULL), module.PhaseConfig(backend=module.Backend.BREAKABLE))
+    held = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=module.CudaGraphConfig(*phases)))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: held)
+    monkeypatch.setattr(module, "get_exec", lambda: held)
+    selection.create(runner())
+    assert module.check_cuda_graph_backend(module.Phase.PREFILL, module.Backend.DISABLED)
+    assert module.check_cuda_graph_backend(module.Phase.DECODE, module.Backend.FULL)
+    assert "MLA's prefill can't be captured in a graph; the prefill's graphs (breakable) are off" in caplog.text
+
+
+@pytest.mark.parametrize("capturing", ["is_in_breakable_cuda_graph", "is_in_tc_piecewise_cuda_graph"])
+def test_a_capture_of_the_prefill_is_refused(capturing: str, monkeypatch) -> None:
+    from sglang.srt.models.deepseek_common import attention_backend_handler
+
+    monkeypatch.setattr(attention_backend_handler, capturing, lambda: True)
+    with pytest.raises(Unsupported, match="--disable-prefill-cuda-graph"):
+        mla.forward_method(SimpleNamespace(), batch_of((0,), (3,)))
+
+
+def test_a_prefix_is_never_read_in_the_absorbed_form() -> None:
+    asked = runner()
+    asked.server_args.disable_chunked_prefix_cache = True
+    with pytest.raises(Unsupported, match="--disable-chunked-prefix-cache.*leave it out"):
+        selection.create(asked)
+
+
 def test_absorbed_attention_is_the_engines() -> None:
     with pytest.raises(Unsupported, match="absorbed decode is the engine's: add --decode-attention-backend"):
         selection.create(runner(decode="zyfa"))

@@ -9,9 +9,11 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from tests.sglang.rig import Rig
+from tests.sglang.test_backend import scale_file
 from zyfa_backend.config import ConfigError
 from zyfa_backend.dispatch import Unsupported
 from zyfa_backend.sglang import checks, selection
+from zyfa_backend.sglang.backend import ZyfaAttnBackend
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,9 @@ def test_layers_and_caches(arguments: dict, reason: str) -> None:
         ({"attn_cp_size": 2}, "context parallelism (--attn-cp-size 2)"),
         ({"dllm_algorithm": "LowConfidence"}, "diffusion language models (--dllm-algorithm LowConfidence)"),
         ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"enable_pdmux": True}, "multiplexed prefill and decode (--enable-pdmux)"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache with scales that are found while"),
+        ({"enable_lmcache": True}, "Set ZYFA_SCALES to a file that ZYFA_SAVE_SCALES wrote"),
     ],
 )
 def test_settings_of_the_server(changes: dict, reason: str) -> None:
@@ -73,10 +78,21 @@ def test_other_pools_by_name() -> None:
         selection.create(runner)
 
 
-def test_models_with_sinks_are_refused_when_the_server_starts() -> None:
+def test_a_cache_that_outlives_the_pool_is_served_with_known_scales(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ZYFA_SCALES", scale_file(tmp_path, heads=2)[0])
     runner = Rig().runner
-    runner.model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
-    with pytest.raises(Unsupported, match="attention sinks"):
+    runner.server_args.enable_hierarchical_cache = True
+    assert type(selection.create(runner)) is ZyfaAttnBackend
+    monkeypatch.delenv("ZYFA_SCALES")
+    runner.decode_attention_backend_str = "triton"  # whose scales are known from the start
+    assert type(selection.create(runner)) is ZyfaAttnBackend
+
+
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias", "learnable_sink_param", "sink_k"])
+def test_models_with_sinks_are_refused_when_the_server_starts(name: str) -> None:
+    runner = Rig().runner
+    setattr(runner.model.model.layers[0].self_attn, name, torch.nn.Parameter(torch.zeros(4)))
+    with pytest.raises(Unsupported, match=rf"attention sinks \(model.layers.0.self_attn.{name}\)"):
         selection.create(runner)
 
 

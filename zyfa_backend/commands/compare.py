@@ -105,7 +105,7 @@ def compare(
     try:
         serving = KNOWN_ENGINES[engine]
         asked = [name.strip() for name in variants.split(",") if name.strip()]
-        chosen = select(asked, define or [], url or [], serving.variants())
+        chosen = select(asked, define or [], url or [], serving.variants(model))
         suffix = "" if engine == "vllm" else f"-{engine}"
         directory = out or Path("zyfa-results") / f"{Path(model).resolve().name}{suffix}"
         with _Display() as display:

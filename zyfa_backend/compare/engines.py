@@ -22,8 +22,8 @@ class Engine:
     """One engine.
 
     command: (model, variant, the user's arguments, port, top_k, seed) -> command line. environment: defaults of a
-    server's environment. variants: name -> variant. second_baseline: (platform, backend) -> the noise band's variant.
-    attention_backend, platform_of: from a server's log.
+    server's environment. variants: model -> name -> variant. second_baseline: (model, platform, backend) -> the noise
+    band's variant. attention_backend, platform_of: from a server's log.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Engine:
     client: type[Client]
     command: Callable[[str, Variant, tuple[str, ...], int, int, int], list[str]]
     environment: Callable[[], dict[str, str]]
-    variants: Callable[[], dict[str, Variant]]
-    second_baseline: Callable[[str, str], Variant]
+    variants: Callable[[str], dict[str, Variant]]
+    second_baseline: Callable[[str, str, str], Variant]
     attention_backend: Callable[[str], str]
     platform_of: Callable[[str], str]
 
@@ -90,8 +90,8 @@ VLLM = Engine(
     Client,
     vllm_command,
     lambda: server.VLLM_DEFAULTS,
-    lambda: variants.KNOWN,
-    variants.second_baseline,
+    lambda model: variants.KNOWN,
+    lambda model, platform, backend: variants.second_baseline(platform, backend),
     server.attention_backend,
     server.platform_of,
 )

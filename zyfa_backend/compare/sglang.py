@@ -58,35 +58,56 @@ def on_cpu() -> bool:
         return False
 
 
-def known() -> dict[str, Variant]:
-    """The variants by name. On a GPU ZYFA prefills and the engine decodes."""
-    return _variants("--attention-backend" if on_cpu() else "--prefill-attention-backend")
+@functools.cache
+def is_mla(model: str) -> bool:
+    """Whether a checkpoint, a directory or a Hugging Face name, has MLA layers; False where its config isn't found."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return False
+    return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+
+
+def known(model: str) -> dict[str, Variant]:
+    """The variants of a model by name. On a GPU ZYFA prefills and the engine decodes; with MLA everywhere."""
+    if is_mla(model):
+        return _variants(_mla_arguments())  # the latent cache stays the engine's
+    return _variants(("--attention-backend" if on_cpu() else "--prefill-attention-backend", "zyfa", *FP8_CACHE))
+
+
+FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
+
+
+def _mla_arguments() -> tuple[str, ...]:
+    prefill = ("--prefill-attention-backend", "zyfa")
+    return (*prefill, "--decode-attention-backend", "torch_native") if on_cpu() else prefill
 
 
 @functools.cache
-def _variants(flag: str) -> dict[str, Variant]:
-    found = {}
-    for name, variant in KNOWN.items():
-        if name in (BASELINE, NOISE):
-            found[name] = variant
-        else:
-            args = (flag, "zyfa", "--kv-cache-dtype", "fp8_e4m3")
-            found[name] = Variant(name, {"ZYFA_CONFIG": name}, args, what=variant.what)
-    return found
+def _variants(args: tuple[str, ...]) -> dict[str, Variant]:
+    return {
+        name: variant
+        if name in (BASELINE, NOISE)
+        else Variant(name, {"ZYFA_CONFIG": name}, args, what=variant.what)
+        for name, variant in KNOWN.items()
+    }
 
 
-UNQUANTISED = Variant(
-    NOISE,
-    {"ZYFA_CONFIG": "unquantized"},
-    ("--attention-backend", "zyfa", "--kv-cache-dtype", "auto"),
-    what="ZYFA with quantisation off, as the noise band",
-)
+def unquantised(args: tuple[str, ...]) -> Variant:
+    return Variant(
+        NOISE,
+        {"ZYFA_CONFIG": "unquantized"},
+        (*args, "--kv-cache-dtype", "auto"),
+        what="ZYFA with quantisation off, as the noise band",
+    )
 
 
-def second_baseline(platform: str, backend: str) -> Variant:
+def second_baseline(model: str, platform: str, backend: str) -> Variant:
     """What serves as the noise band: another unquantised backend of the engine, or ZYFA with quantisation off."""
     if platform not in ("cuda", "rocm") or backend not in ("fa3", "fa4", "flashinfer", "aiter", "triton"):
-        return UNQUANTISED
+        return unquantised(_mla_arguments() if is_mla(model) else ("--attention-backend", "zyfa"))
     # On a GPU ZYFA leaves what is not quantised to triton, which would be no second implementation beside itself.
     name = "torch_native" if backend == "triton" else "triton"
     return Variant(NOISE, {}, ("--attention-backend", name), what=f"the engine's {name}, as the noise band")

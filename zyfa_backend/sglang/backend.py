@@ -14,7 +14,7 @@ from zyfa_backend.dispatch import Unsupported
 from zyfa_backend.scales import FEW_TOKENS, LayerScales
 from zyfa_backend.serving import DTYPES, announce, cache_config_for, new_store
 from zyfa_backend.sglang import NAME, hybrid
-from zyfa_backend.sglang.checks import ACCEPTED_CACHES, call_reasons, layer_reasons
+from zyfa_backend.sglang.checks import ACCEPTED_CACHES, call_reasons, layer_reasons, store_reasons
 from zyfa_backend.sglang.path import Codes, Path
 from zyfa_backend.sglang.selection import decode_name, prefill_name
 
@@ -60,6 +60,7 @@ class ZyfaAttnBackend(AttentionBackend):
         self._names: dict[int, str] = {}
         self._served: dict[int, Served] = {}
         self._attach(getattr(runner, "model", None))
+        self._check_stores(args)
 
     def _check_pair(self, prefill: str) -> None:
         """Raises Unsupported where another backend writes or reads bytes that only ZYFA understands."""
@@ -89,6 +90,17 @@ class ZyfaAttnBackend(AttentionBackend):
         for _, layer in layers:
             self.served(layer)
 
+    def _check_stores(self, args: Any) -> None:
+        """Raises Unsupported where codes would outlive the scales that they were written with."""
+        stores = store_reasons(args)
+        open_layers = [served.name for served in self.all_served() if not served.scales.frozen]
+        if stores and self.config.quantized and open_layers:
+            raise Unsupported(
+                f"{', '.join(stores)} with scales that are found while the server runs ({open_layers[0]} and "
+                f"{len(open_layers) - 1} more): what lies outside the pool keeps codes of other scales. Set "
+                "ZYFA_SCALES to a file that ZYFA_SAVE_SCALES wrote"
+            )
+
     def served(self, layer: Any) -> Served:
         """What serves `layer`, a RadixAttention; layers that share a cache share its scales."""
         found = self._served.get(id(layer))
@@ -108,9 +120,12 @@ class ZyfaAttnBackend(AttentionBackend):
         if self.config.quantized:
             self.store.check(name, layer.tp_k_head_num)
         scales = self.store.layer(name, layer.tp_k_head_num, checkpoint_scales(layer), self.device)
-        if not scales.frozen and (self.decode_backend != NAME or not self.config.quantized):
+        foreign = self.decode_backend != NAME
+        if not scales.frozen and (foreign or not self.config.quantized):
             # A decode captured in a graph before the first prefill can't follow scales that are found later.
             scales.fix(torch.tensor(1.0), torch.tensor(1.0), "default 1")
+        elif foreign and self.config.quantized:
+            hybrid.raise_scales(scales)
         mapping = getattr(self.token_to_kv_pool, "layers_mapping", None)
         decode = kernels["decode"] if self.decode_backend == NAME else f"{self.decode_backend}, the engine's"
         source = scales.source if scales.frozen else f"calibrated by the first {FEW_TOKENS} tokens"
@@ -179,7 +194,8 @@ class ZyfaAttnBackend(AttentionBackend):
         """Attention of each request's new tokens to its cached prefix and, causally, to themselves.
 
         q: [T, Hq · D] or [T, Hq, D], after RoPE; k: [T, Hkv, D], v: [T, Hkv, Dv], or None to read all from the pool.
-        save_kv_cache False writes nothing: k and v take part as they would if they had been written. Returns
+        save_kv_cache False writes nothing: k and v take part as they would if they had been written. (On ROCm it is
+        how the engine says that its rotary kernel has written them, so there they are written all the same.) Returns
         [T, Hq · Dv], or q's shape where Dv is D. k and v stay as they are. Raises Unsupported.
         """
         served, query, own = self._begin(q, k, v, layer, forward_batch, save_kv_cache, kwargs)

@@ -27,6 +27,9 @@ def runner_reasons(runner: Any) -> list[str]:
         reasons.append(f"context parallelism (--attn-cp-size {args.attn_cp_size})")
     if getattr(args, "enable_two_batch_overlap", False):
         reasons.append("two-batch overlap")
+    if getattr(args, "enable_pdmux", False):
+        # SGLang makes a backend for each of its streams, and each would find scales of its own for the one cache.
+        reasons.append("multiplexed prefill and decode (--enable-pdmux)")
     if runner.dtype not in DTYPES:
         reasons.append(f"dtype {runner.dtype} (supported: {', '.join(DTYPES.values())})")
     if getattr(getattr(runner, "kv_index_translator", None), "is_translating", False):
@@ -34,9 +37,17 @@ def runner_reasons(runner: Any) -> list[str]:
     if getattr(runner.model_config, "is_encoder_decoder", False):
         reasons.append("encoder-decoder models")
     model = getattr(runner, "model", None)
-    if model is not None and any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters()):
-        reasons.append("attention sinks")
+    if model is not None:
+        names = [name for name, _ in model.named_parameters() if "sink" in name.rsplit(".", 1)[-1]]
+        if names:
+            reasons.append(f"attention sinks ({names[0]})")
     return reasons
+
+
+def store_reasons(args: Any) -> list[str]:
+    """What keeps K and V outside the token pool, where scales that are found while the server runs don't reach."""
+    flags = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
+    return [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag, False)]
 
 
 def pool_reasons(pool: Any, mla: bool) -> list[str]:

@@ -3,6 +3,8 @@
 K lies rotated in the cache, and K and V lie divided by scales of ZYFA's. Scores stay right if the query is rotated
 alike and takes K's scale, and outputs if they take V's; so the backend of the engine is given q, k and v in the
 cache's own terms, where its scale is 1, and its output is multiplied. What it would write, ZYFA writes.
+
+Most of these backends round the query that they are given to e4m3 without a scale, which must not make it too small.
 """
 
 from __future__ import annotations
@@ -17,9 +19,25 @@ from zyfa_backend.quantization import e4m3_decode
 from zyfa_backend.rotation import rotate
 
 if TYPE_CHECKING:
+    from zyfa_backend.scales import LayerScales
     from zyfa_backend.sglang.backend import Served, ZyfaAttnBackend
 
+_RAISED = ", K's raised for the engine's decode"
+
 _WRAPPED = ("forward_decode", "forward_extend")
+# K's codes then still reach 448 / 2^7 = 3.5, eight octaves above the least normal number of e4m3.
+MOST_OCTAVES = 7
+
+
+def raise_scales(scales: LayerScales) -> None:
+    """Multiply a layer's scales of K, which are known, by the power of two that brings their geometric mean to 1.
+
+    By 2^7 at most, and never below 1. The query takes K's scale, and times a small one it would fall among e4m3's
+    subnormal numbers; K's codes are the same but for their exponents.
+    """
+    octaves = int((-scales.k.log2().mean()).round().clamp(0, MOST_OCTAVES))
+    if octaves and not scales.source.endswith(_RAISED):
+        scales.fix(scales.k * 2.0**octaves, scales.v, scales.source + _RAISED)
 
 
 def adapt(decode: Any, ours: ZyfaAttnBackend) -> None:

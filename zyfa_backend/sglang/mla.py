@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _ABSORBED = (
     "ZYFA serves MLA's prefill as attention of 192/128 channels a head and not the absorbed form; choose a "
     "--decode-attention-backend of the engine and leave graphs of the prefill off (--disable-prefill-cuda-graph)"
 )
+
+logger = logging.getLogger("sglang.zyfa")
 
 
 def register_handler() -> None:
@@ -53,6 +56,26 @@ def forward_method(attention: Any, forward_batch: Any) -> Any:
     return methods.MHA_CHUNKED_KV
 
 
+def keep_prefill_eager() -> None:
+    """Turn SGLang's graphs of the prefill off, as SGLang does for models that it knows not to fit them.
+
+    The tokens of the expanded prefix change with every batch, which no captured prefill can follow.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.runtime_context import get_exec
+
+    try:
+        config = get_exec().graph.cuda_graph_config
+    except ValueError:  # no server has published one
+        return
+    if config is not None and config.prefill.backend != Backend.DISABLED:
+        logger.warning(
+            "ZYFA: MLA's prefill can't be captured in a graph; the prefill's graphs (%s) are off",
+            config.prefill.backend,
+        )
+        config.prefill.backend = Backend.DISABLED
+
+
 def mla_config(cache: str) -> AttentionConfig:
     """ZYFA_CONFIG where it is set; otherwise lean when an FP8 cache was asked for, else no quantisation."""
     return settings.load().config or (LEAN if cache == "fp8_e4m3" else UNQUANTIZED)
@@ -74,6 +97,10 @@ class ZyfaMLABackend(AttentionBackend):
             raise Unsupported(
                 "MLA's absorbed decode is the engine's: add --decode-attention-backend with triton, aiter, fa3, "
                 "flashinfer or, on a CPU, torch_native"
+            )
+        if getattr(runner.server_args, "disable_chunked_prefix_cache", False):
+            raise Unsupported(
+                "--disable-chunked-prefix-cache, with which SGLang reads a prefix in the absorbed form; leave it out"
             )
         self.device = str(runner.device)
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -103,6 +130,7 @@ class ZyfaMLABackend(AttentionBackend):
             for phase in ("causal", "full")
         }
         self._starts: dict[str, torch.Tensor] = {}
+        keep_prefill_eager()
         register_handler()
         announce(
             f"ZYFA serves MLA prefill with heads of 192/128: new tokens {self._kernels['causal']}, context chunks "
