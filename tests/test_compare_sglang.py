@@ -103,12 +103,11 @@ def test_backends_and_platform_are_read_from_the_log() -> None:
 
 
 def test_the_noise_band_is_another_backend_than_the_baselines() -> None:
-    assert sglang.second_baseline("m", "cuda", "fa3").args == ("--attention-backend", "triton")
-    assert sglang.second_baseline("m", "rocm", "aiter").args == ("--attention-backend", "triton")
-    assert sglang.second_baseline("m", "cuda", "triton").args == ("--attention-backend", "torch_native")
-    ours = sglang.second_baseline("m", "cpu", "torch_native")
-    assert ours.uses_zyfa and ours.name == "baseline2" and ours.env == {"ZYFA_CONFIG": "unquantized"}
-    assert ours.args == ("--attention-backend", "zyfa", "--kv-cache-dtype", "auto")
+    assert sglang.second_baseline("cpu", "torch_native") is sglang.UNQUANTISED
+    assert sglang.second_baseline("cuda", "fa3").args == ("--attention-backend", "triton")
+    assert sglang.second_baseline("rocm", "aiter").args == ("--attention-backend", "triton")
+    assert sglang.second_baseline("cuda", "triton").args == ("--attention-backend", "torch_native")
+    assert sglang.UNQUANTISED.uses_zyfa and sglang.UNQUANTISED.name == "baseline2"
 
 
 def checkpoint(folder, **config: object) -> str:
@@ -116,17 +115,12 @@ def checkpoint(folder, **config: object) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_of_mla_zyfa_takes_the_prefill_alone(cpu, tmp_path, monkeypatch) -> None:
-    """The absorbed decode and the latent cache are the engine's, also on a CPU."""
-    monkeypatch.setattr(sglang, "on_cpu", lambda: cpu)
+def test_of_mla_zyfa_takes_the_prefill_alone(tmp_path) -> None:
+    """The absorbed decode and the latent cache are the engine's."""
     (tmp_path / "mla").mkdir()
     mla = checkpoint(tmp_path / "mla", model_type="deepseek_v2", kv_lora_rank=512, num_hidden_layers=2)
-    both = ("--prefill-attention-backend", "zyfa", "--decode-attention-backend", "torch_native")
-    flags = both if cpu else both[:2]
     lean = sglang.known(mla)["lean"]
-    assert (lean.env, lean.args) == ({"ZYFA_CONFIG": "lean"}, flags)
-    assert sglang.second_baseline(mla, "cpu", "torch_native").args == (*flags, "--kv-cache-dtype", "auto")
+    assert (lean.env, lean.args) == ({"ZYFA_CONFIG": "lean"}, ("--prefill-attention-backend", "zyfa"))
     assert "--kv-cache-dtype" in sglang.known(checkpoint(tmp_path, model_type="qwen3"))["lean"].args
 
 

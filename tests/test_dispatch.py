@@ -57,6 +57,8 @@ def test_on_a_gpu_only_fp8_is_decoded_by_the_engine(shape: dispatch.Shape, name:
         (dispatch.Shape(128, 128), "xpu:0", ("xpu:0", "cpu and cuda")),
         (dispatch.Shape(96, 96), "cuda", ("96/96", "64/64, 128/128, 192/128")),
         (dispatch.Shape(128, 128, "causal", UNQUANTIZED), "cuda:0", ("none", "cuda")),
+        (dispatch.Shape(128, 128, "causal", parse("lean,tile=128")), "cuda", ("tile=128", "every 128", "leave it")),
+        (dispatch.Shape(64, 64, "decode", parse("exact,arithmetic=fused")), "cuda", ("arithmetic=fused", "leave it")),
     ],
 )
 def test_refusals_name_value_and_what_is_accepted(shape, device: str, words: tuple[str, ...]) -> None:

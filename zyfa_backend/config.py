@@ -32,7 +32,8 @@ class AttentionConfig:
     rotation: orthonormal rotation of Q and K over the head dimension; "signed" is a Hadamard after random signs.
     offset: B, in binades; the largest P of a block lies in (2^(B-1), 2^B].
     delta: added to a lean code before it is rounded, in units of one code (an eighth of a binade).
-    tile: keys after which the running maximum is renewed, 64 or 128; block exponents stay per 64.
+    tile: keys after which the reference renews the running maximum, 64 or 128; block exponents stay per 64. The GPU
+        kernels renew it every 128 and take no other value.
     arithmetic: how the reference rounds on the way to a code of P: "separate" steps, or "fused" multiply-adds as in the
         GPU kernels. The two differ where a score lies within fp32 rounding of a tie.
     """

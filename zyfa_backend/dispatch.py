@@ -46,7 +46,7 @@ def kernel_name(shape: Shape) -> str:
 
 
 def select(shape: Shape, device: str = "cpu") -> str:
-    """Name of the kernel that serves `shape` on `device` ("cpu", "cuda", …), as `implementation/kernel`.
+    """Name of the kernel with which an engine serves `shape` on `device` ("cpu", "cuda", …), `implementation/kernel`.
 
     Raises Unsupported with the values at fault and what would be accepted.
     """
@@ -74,13 +74,20 @@ def _select_gpu(shape: Shape) -> str:
             f"qk_format={config.qk_format}, v_format={config.v_format}, probabilities={config.probabilities} has no "
             "kernel on cuda; those there quantise all three"
         )
+    ignored = [f"{name}={getattr(config, name)}" for name in ("tile", "arithmetic")
+               if getattr(config, name) != getattr(LEAN, name)]  # fmt: skip
+    if ignored:
+        raise Unsupported(
+            f"{', '.join(ignored)} is the reference's; the kernels on cuda renew the maximum every 128 keys and round "
+            "multiply-adds, whatever is set: leave it out"
+        )
     if shape.phase == "decode" and config.qk_format == "fp8_e4m3":
         return "engine/" + kernel_name(shape).removesuffix(f"-{config.probabilities}")
     return f"triton/{kernel_name(shape)}"
 
 
 def explain(shape: Shape, device: str = "cpu") -> str:
-    """One line: which kernel serves `shape` on `device` and why, or why none does."""
+    """One line: which kernel serves `shape` on `device` in an engine and why, or why none does."""
     try:
         name = select(shape, device)
         return f"{name}: {_REASONS[name.split('/')[0]]}"

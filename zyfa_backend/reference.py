@@ -59,7 +59,7 @@ def attention(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates, quantises and attends, sequence by sequence.
+    """Rotates, quantises and attends, sequence by sequence: the executable specification, in torch on q's device.
 
     q: [Tq, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv] after RoPE, packed; Hq a multiple of Hkv.
     cu_seqlens_q, cu_seqlens_k: [sequences + 1] integer offsets from 0 to Tq and Tk; without them one sequence. The

@@ -11,6 +11,10 @@ import json
 import sys
 from pathlib import Path
 
+# Arguments of an engine, where they decide beside the model's configuration.
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+ENGINE = {"speculation": {"speculative_config": SPECULATIVE}}
+
 
 def configurations() -> dict:
     from transformers import BertConfig, BloomConfig, Gemma2Config, GptOssConfig, MistralConfig
@@ -23,6 +27,7 @@ def configurations() -> dict:
         "sinks": ("GptOssForCausalLM", GptOssConfig(**small, head_dim=64, num_local_experts=2, num_experts_per_tok=1,
                                                     layer_types=["full_attention"] * 2)),
         "head size 80": ("MistralForCausalLM", MistralConfig(**small, head_dim=80, sliding_window=None)),
+        "speculation": ("MistralForCausalLM", MistralConfig(**small, head_dim=128, sliding_window=None)),
         "encoder": ("BertModel", BertConfig(vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
                                             intermediate_size=512, max_position_embeddings=512)),
     }
@@ -37,7 +42,7 @@ def save_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1").save_pretrained(path)
 
 
-def attempt(path: Path, architecture: str, config) -> dict:
+def attempt(path: Path, architecture: str, config, engine: dict) -> dict:
     import torch
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -52,7 +57,9 @@ def attempt(path: Path, architecture: str, config) -> dict:
         save_tokenizer(path)
     zyfa_backend.counters.reset()
     try:
-        llm = LLM(str(path), load_format="dummy", skip_tokenizer_init=decoder, enforce_eager=True, max_model_len=128)
+        llm = LLM(
+            str(path), load_format="dummy", skip_tokenizer_init=decoder, enforce_eager=True, max_model_len=128, **engine
+        )
         if decoder:
             params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
             answer = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0]
@@ -73,5 +80,5 @@ if __name__ == "__main__":
     found = {}
     for name, (architecture, config) in configurations().items():
         if not only or name in only:
-            found[name] = attempt(root / name.replace(" ", "-"), architecture, config)
+            found[name] = attempt(root / name.replace(" ", "-"), architecture, config, ENGINE.get(name, {}))
     print("RESULT " + json.dumps(found))

@@ -19,6 +19,7 @@ NAMES = {
     "ALiBi": ("ALiBi",),
     "sinks": ("sinks",),
     "head size 80": ("head size 80", "64, 96, 128, 192"),
+    "speculation": ("speculative decoding (ngram)",),
     "encoder": ("encoder_only",),
 }
 

@@ -214,6 +214,34 @@ def test_made_up_tokens_of_the_start_calibrate_nothing(monkeypatch) -> None:
     assert not start_up.rehearsing()
 
 
+@pytest.mark.parametrize("block,kernels", [(16, 16), (32, 32), (128, 128), (48, 16), (256, 128), (544, 32)])
+def test_blocks_of_the_engine_are_cut_into_those_of_the_prefill(block: int, kernels: int) -> None:
+    """The engine makes blocks larger for models with other caches beside, after a backend was chosen."""
+    from vllm.v1.worker.utils import select_common_block_size
+
+    assert gpu.ZyfaGpuBackend.supports_block_size(block)
+    assert select_common_block_size(block, [gpu.ZyfaGpuBackend]) == kernels
+    assert not gpu.ZyfaGpuBackend.supports_block_size(24)
+
+
+@pytest.mark.parametrize("rocm,served,refused", [(False, (8, 9), (8, 6)), (True, (9, 4), (9, 0))])
+def test_gpus_without_fp8_are_refused_by_name(rocm: bool, served, refused, monkeypatch) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(gpu.current_platform), "is_rocm", lambda self: rocm)
+
+    def reasons(capability: tuple[int, int]) -> list[str]:
+        return gpu.ZyfaGpuBackend.validate_configuration(
+            head_size=128, dtype=torch.bfloat16, kv_cache_dtype="fp8", block_size=None, use_mla=False, has_sink=False,
+            use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False, attn_type="decoder",
+            device_capability=DeviceCapability(*capability),
+        )  # fmt: skip
+
+    assert reasons(served) == []
+    (reason,) = reasons(refused)
+    assert f"compute capability {refused[0]}.{refused[1]} (supported: 8.9 and later, on ROCm 9.4" in reason
+
+
 def test_the_v1_runner_replays_no_decode() -> None:
     """It takes a decode's graph for a prompt of one token, too, whose scales nobody would calibrate."""
     support = gpu.ZyfaGpuMetadataBuilder.get_cudagraph_support

@@ -22,7 +22,7 @@ class Engine:
     """One engine.
 
     command: (model, variant, the user's arguments, port, top_k, seed) -> command line. environment: defaults of a
-    server's environment. variants: model -> name -> variant. second_baseline: (model, platform, backend) -> the noise
+    server's environment. variants: model -> name -> variant. second_baseline: (platform, backend) -> the noise
     band's variant. attention_backend, platform_of: from a server's log.
     """
 
@@ -32,7 +32,7 @@ class Engine:
     command: Callable[[str, Variant, tuple[str, ...], int, int, int], list[str]]
     environment: Callable[[], dict[str, str]]
     variants: Callable[[str], dict[str, Variant]]
-    second_baseline: Callable[[str, str, str], Variant]
+    second_baseline: Callable[[str, str], Variant]
     attention_backend: Callable[[str], str]
     platform_of: Callable[[str], str]
 
@@ -91,7 +91,7 @@ VLLM = Engine(
     vllm_command,
     lambda: server.VLLM_DEFAULTS,
     lambda model: variants.KNOWN,
-    lambda model, platform, backend: variants.second_baseline(platform, backend),
+    variants.second_baseline,
     server.attention_backend,
     server.platform_of,
 )

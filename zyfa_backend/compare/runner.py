@@ -116,7 +116,7 @@ class Run:
                 if variant is self.engine.variants(self.model)[NOISE]:
                     assert outcome is not None
                     first = outcome.measurements[BASELINE]
-                    variant = self.engine.second_baseline(self.model, first.platform, first.kernel)
+                    variant = self.engine.second_baseline(first.platform, first.kernel)
                 try:
                     measurement, reused = self._measured(variant)
                     if first is not None and not variant.uses_zyfa and measurement.kernel == first.kernel:

@@ -71,18 +71,13 @@ def is_mla(model: str) -> bool:
 
 
 def known(model: str) -> dict[str, Variant]:
-    """The variants of a model by name. On a GPU ZYFA prefills and the engine decodes; with MLA everywhere."""
+    """The variants of a model by name. On a GPU ZYFA prefills and the engine decodes."""
     if is_mla(model):
-        return _variants(_mla_arguments())  # the latent cache stays the engine's
-    return _variants(("--attention-backend" if on_cpu() else "--prefill-attention-backend", "zyfa", *FP8_CACHE))
+        return _variants(PREFILL)  # the latent cache stays the engine's
+    return _variants((*(BOTH if on_cpu() else PREFILL), "--kv-cache-dtype", "fp8_e4m3"))
 
 
-FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
-
-
-def _mla_arguments() -> tuple[str, ...]:
-    prefill = ("--prefill-attention-backend", "zyfa")
-    return (*prefill, "--decode-attention-backend", "torch_native") if on_cpu() else prefill
+PREFILL, BOTH = ("--prefill-attention-backend", "zyfa"), ("--attention-backend", "zyfa")
 
 
 @functools.cache
@@ -95,19 +90,18 @@ def _variants(args: tuple[str, ...]) -> dict[str, Variant]:
     }
 
 
-def unquantised(args: tuple[str, ...]) -> Variant:
-    return Variant(
-        NOISE,
-        {"ZYFA_CONFIG": "unquantized"},
-        (*args, "--kv-cache-dtype", "auto"),
-        what="ZYFA with quantisation off, as the noise band",
-    )
+UNQUANTISED = Variant(
+    NOISE,
+    {"ZYFA_CONFIG": "unquantized"},
+    (*BOTH, "--kv-cache-dtype", "auto"),
+    what="ZYFA with quantisation off, as the noise band",
+)
 
 
-def second_baseline(model: str, platform: str, backend: str) -> Variant:
+def second_baseline(platform: str, backend: str) -> Variant:
     """What serves as the noise band: another unquantised backend of the engine, or ZYFA with quantisation off."""
     if platform not in ("cuda", "rocm") or backend not in ("fa3", "fa4", "flashinfer", "aiter", "triton"):
-        return unquantised(_mla_arguments() if is_mla(model) else ("--attention-backend", "zyfa"))
+        return UNQUANTISED
     # On a GPU ZYFA leaves what is not quantised to triton, which would be no second implementation beside itself.
     name = "torch_native" if backend == "triton" else "triton"
     return Variant(NOISE, {}, ("--attention-backend", name), what=f"the engine's {name}, as the noise band")

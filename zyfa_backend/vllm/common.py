@@ -44,6 +44,11 @@ def explain_reasons(backend, reasons: list[str], given: dict) -> list[str]:
         "kv_cache_dtype not supported": f"kv_cache_dtype {given.get('kv_cache_dtype')} (supported: {caches})",
         "dtype not supported": f"dtype {given.get('dtype')} (supported: {dtypes})",
     }
+    if (capability := given.get("device_capability")) is not None:
+        fp8 = "8.9 and later, on ROCm 9.4 and later: the kernels need FP8 matrix units"
+        detail["compute capability not supported"] = (
+            f"compute capability {capability.major}.{capability.minor} (supported: {fp8})"
+        )
     if "attn_type" in given:
         kind = str(given["attn_type"]).removeprefix("AttentionType.").lower()
         detail[f"attention type {given['attn_type']} not supported"] = f"attention type {kind}"

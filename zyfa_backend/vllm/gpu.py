@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -27,6 +28,8 @@ from zyfa_backend.device_scales import DeviceScales
 from zyfa_backend.serving import QUANTIZED_CACHES, announce, cache_config_for
 from zyfa_backend.vllm import start_up
 from zyfa_backend.vllm.common import checkpoint_scales, explain_reasons, store_for
+
+LEAST_CAPABILITY = {"cuda": DeviceCapability(8, 9), "rocm": DeviceCapability(9, 4)}
 
 
 class ZyfaGpuBackend(TritonAttentionBackend):
@@ -57,9 +60,15 @@ class ZyfaGpuBackend(TritonAttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size in cls.get_supported_head_sizes()
 
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list:
+        """Those of the prefill kernel; vLLM cuts larger blocks of its own, which are multiples of 16, into these."""
+        return [128, 64, 32, 16]
+
     @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size in (None, 16, 32, 64, 128)
+    def supports_compute_capability(cls, capability) -> bool:
+        """Whether the matrix units take FP8: Ada, Hopper and later, gfx94x and later."""
+        return capability >= LEAST_CAPABILITY["rocm" if current_platform.is_rocm() else "cuda"]
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -37,7 +37,7 @@ def get_attn_backend_cls(original, selected_backend, attn_selector_config, num_h
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
     given = {k: v for k, v in attn_selector_config._asdict().items() if k in known}
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    reasons = backend.validate_configuration(**given, device_capability=capability)
+    reasons = backend.validate_configuration(**given, device_capability=capability) + engine_reasons()
     if not reasons:
         return f"{backend.__module__}.{backend.__qualname__}"
     leave_or_refuse(reasons, f"layers with {_summary(attn_selector_config)}")
@@ -57,7 +57,7 @@ def get_mla_prefill_backend_cls(original, mla_selector_config):
     if not current_platform.is_cpu() and not mla_config_for(get_current_vllm_config_or_none()).quantized:
         _log_once("ZYFA: unquantised MLA prefill is the engine's on a GPU; --kv-cache-dtype fp8 selects ZYFA's")
         return original(mla_selector_config)
-    reasons = ZyfaMLAPrefillBackend.validate_configuration(None, mla_selector_config)
+    reasons = ZyfaMLAPrefillBackend.validate_configuration(None, mla_selector_config) + engine_reasons()
     if not reasons:
         return ZyfaMLAPrefillBackend
     leave_or_refuse(reasons, f"MLA layers with dimensions {mla_selector_config.mla_dimensions}")
@@ -130,6 +130,14 @@ def wrap_attention_layer() -> None:
             self.impl.attach(self.layer_name)
 
     Attention.__init__ = init
+
+
+def engine_reasons() -> list[str]:
+    """What ZYFA does not support of the engine that is being built, whatever its layers are."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    speculative = getattr(get_current_vllm_config_or_none(), "speculative_config", None)
+    return [] if speculative is None else [f"speculative decoding ({speculative.method})"]
 
 
 def layer_reasons(given: dict) -> list[str]:
