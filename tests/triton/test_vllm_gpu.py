@@ -59,7 +59,8 @@ def layer(monkeypatch, text: str, window: int | None = None) -> gpu.ZyfaGpuImpl:
     engine = EngineConfig(
         cache_config=SimpleNamespace(cache_dtype="fp8"),
         device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(dtype=torch.float16),
+        model_config=SimpleNamespace(dtype=torch.float16, max_model_len=1000),
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     )
     select = dispatch.select
@@ -240,6 +241,29 @@ def test_gpus_without_fp8_are_refused_by_name(rocm: bool, served, refused, monke
     assert reasons(served) == []
     (reason,) = reasons(refused)
     assert f"compute capability {refused[0]}.{refused[1]} (supported: 8.9 and later, on ROCm 9.4" in reason
+
+
+@pytest.mark.parametrize(
+    "sequences,keys,expected",
+    [
+        (3, 1000, 3 * 8 * 128 * 2 * 64),  # all three at once, eight tiles of 128 keys
+        (4096, 1000, 1 << 29),  # in parts of half a GiB
+        (1, 1 << 23, (1 << 23) * 2 * 64),  # a sequence of its own is never cut
+    ],
+)
+def test_what_a_prefill_takes_at_most(sequences: int, keys: int, expected: int) -> None:
+    assert gpu.workspace_bytes(sequences, keys, HKV, D) == expected
+
+
+def test_what_a_prefill_takes_is_seen_by_the_engine(monkeypatch) -> None:
+    """It sizes its cache by what a step without attention's metadata leaves free."""
+    impl, made, empty = layer(monkeypatch, "lean"), [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: made.append(size) or empty(*size, **options))
+    out = torch.ones(4, HQ, D)
+    for rehearsing, sizes in ((0, []), (1, [(3 * 8 * 128 * 2 * 64,)])):
+        monkeypatch.setattr(start_up, "_running", rehearsing)
+        impl.forward(LAYER, out, out, out, out, None, out)
+        assert made == sizes and not out.any()
 
 
 def test_the_v1_runner_replays_no_decode() -> None:

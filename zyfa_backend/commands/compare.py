@@ -36,7 +36,7 @@ def compare(
         typer.Option(
             metavar="NAME=LINE",
             help="A variant of your own: environment settings, then server arguments, for example "
-            "'tile128=VLLM_ATTENTION_BACKEND=ZYFA ZYFA_CONFIG=lean,tile=128 --kv-cache-dtype fp8'. Repeatable.",
+            "'signed=VLLM_ATTENTION_BACKEND=ZYFA ZYFA_CONFIG=lean,rotation=signed --kv-cache-dtype fp8'. Repeatable.",
         ),
     ] = None,
     url: Annotated[

@@ -21,6 +21,9 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from zyfa_kernels.triton.decode import decode
+from zyfa_kernels.triton.prefill import prefill, workspace_bytes
+from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_write
 
 from zyfa_backend import dispatch, rotation, settings
 from zyfa_backend.device_saturation import DeviceSaturation
@@ -235,6 +238,8 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             decode = dispatch.Shape(head_size, head_size, "decode", self.config)
             self._kernels["decode"] = f"triton/{dispatch.kernel_name(decode)}"
         self._write_kernel = f"triton/rotate-quantize-hd{head_size}"
+        sequences, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+        self._workspace = workspace_bytes(sequences, longest, num_kv_heads, head_size)
         self._scales: DeviceScales | None = None
         self._saturation: DeviceSaturation | None = None
         announce(
@@ -274,6 +279,9 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("ZYFA writes no quantised output")
         if attn_metadata is None:
+            if start_up.rehearsing():
+                # The engine gives the cache what this step leaves free: what a prefill takes must be seen in it.
+                torch.empty(self._workspace, dtype=torch.uint8, device=output.device)
             return output.zero_()
         if key is not None:
             self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
@@ -294,9 +302,6 @@ class ZyfaGpuImpl(TritonAttentionImpl):
             engine = SimpleNamespace(_q_scale=None, _k_scale=scales.k, _v_scale=scales.v)
             super().forward(engine, turned, key, value, kv_cache, decodes, output[:tokens])
         else:
-            from zyfa_kernels.triton.decode import decode
-            from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q
-
             query = query[:tokens]
             codes, q_scale = rotate_quantize_q(query, rotation=self.config.rotation, qk_format=self.config.qk_format)
             k_cache, v_cache = self._halves(kv_cache)
@@ -312,9 +317,6 @@ class ZyfaGpuImpl(TritonAttentionImpl):
         dispatch.counters.add(self._kernels["decode"], tokens)
 
     def _prefill(self, scales: DeviceScales, query, kv_cache, prefills: Prefills, output) -> None:
-        from zyfa_kernels.triton.prefill import prefill
-        from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q
-
         codes, q_scale = rotate_quantize_q(query, rotation=self.config.rotation, qk_format=self.config.qk_format)
         k_cache, v_cache = self._halves(kv_cache)
         prefill(
@@ -342,8 +344,6 @@ class ZyfaGpuImpl(TritonAttentionImpl):
 
         Saturated values are counted on the device, and reported by later prefills.
         """
-        from zyfa_kernels.triton.rotate_quantize import rotate_quantize_write
-
         tokens = slot_mapping.shape[0]
         key, value = key[:tokens], value[:tokens]
         scales = self._layer_scales(layer)

@@ -10,12 +10,19 @@ from zyfa_kernels.triton import prefill_checks as checks
 from zyfa_kernels.triton.prefill_call import Call
 from zyfa_kernels.triton.prefill_checks import PrefillError
 from zyfa_kernels.triton.targets import target_of
+from zyfa_kernels.triton.transpose import TILE
 
-__all__ = ["PrefillError", "implementation", "prefill"]
+__all__ = ["PrefillError", "implementation", "prefill", "workspace_bytes"]
 
 WORKSPACE_BYTES = 1 << 29  # of V key-major at a time; longer batches are taken in parts
 MOST_PREPARED = 4096
 _prepared: dict[tuple[Any, ...], Call] = {}  # by all that a call is but for the data
+
+
+def workspace_bytes(sequences: int, max_seqlen_k: int, kv_heads: int, v_dim: int) -> int:
+    """The most bytes that a call takes for V key-major, of up to that many sequences of up to that many keys."""
+    longest = -(-max_seqlen_k // TILE) * TILE * kv_heads * v_dim
+    return max(longest, min(sequences * longest, WORKSPACE_BYTES))
 
 
 def prefill(
