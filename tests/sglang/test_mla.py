@@ -157,7 +157,7 @@ def test_the_prefills_graphs_are_turned_off(monkeypatch, caplog) -> None:
     phases = (module.PhaseConfig(backend=module.Backend.FULL), module.PhaseConfig(backend=module.Backend.BREAKABLE))
     held = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=module.CudaGraphConfig(*phases)))
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: held)
-    monkeypatch.setattr(module, "get_exec", lambda: held)
+    monkeypatch.setattr(module, "get_exec", lambda: held, raising=False)  # 0.5.18 imports it when asked
     selection.create(runner())
     assert module.check_cuda_graph_backend(module.Phase.PREFILL, module.Backend.DISABLED)
     assert module.check_cuda_graph_backend(module.Phase.DECODE, module.Backend.FULL)
