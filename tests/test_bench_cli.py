@@ -79,34 +79,13 @@ def test_help_names_the_parts(capsys):
     assert "sustained" in capsys.readouterr().out
 
 
-def save(path, **arrays):
-    np.savez(path, **arrays)
-    return path
-
-
-def test_captured_operands(tmp_path):
-    from zyfa_backend.bench.errors import BenchError
-    from zyfa_backend.bench.shapes import captured
-
-    make = np.random.default_rng(0)
-    q, k = make.normal(size=(9, 4, 128)).astype(np.float32), make.normal(size=(9, 2, 128)).astype(np.float32)
-    good = save(
-        tmp_path / "taken.npz",
-        **{f"layer{n}.{name}": x * (n + 1) for n in (0, 3) for name, x in (("q", q), ("k", k), ("v", k))},
-        **{"layer3.softmax_scale": np.float32(0.25)},
-    )
-    both = captured(good, True, None, device="cpu")
-    assert [problem.softmax_scale for problem in both] == [128**-0.5, 0.25]
-    assert str(both[1].shape) == "taken layer 3 hd128 4/2 1x9 causal"
-    assert torch.equal(both[1].q, torch.from_numpy(4 * q).bfloat16()) and both[0].k.shape == (9, 2, 128)
-    for path, layers, said in (
-        (good, [1], r"--layers \[1\] are not in .*; it holds 0, 3"),
-        (save(tmp_path / "other.npz", x=q), None, "holds no layerN.q"),
-        (save(tmp_path / "half.npz", **{"layer0.q": q}), None, "layer 0 of .* is not usable"),
-        (save(tmp_path / "odd.npz", **{f"layer0.{n}": q[..., :80] for n in "qkv"}), None, "D of hd64, hd128, mla"),
-    ):
-        with pytest.raises(BenchError, match=said):
-            captured(path, True, layers, device="cpu")
-    (tmp_path / "text.npz").write_text("not an archive")
-    with pytest.raises(BenchError, match="not readable as .npz"):
-        captured(tmp_path / "text.npz", True, None, device="cpu")
+@WITHOUT_GPU
+def test_a_bad_input_is_told_before_a_gpu_is_asked_for(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    assert cli.run(["bench", "--input=single.npy"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert "--input 'single.npy' holds a single array" in printed.err
+    assert cli.run(["bench", "--input=single.npy", "--parts=kernel"]) == 1
+    assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err

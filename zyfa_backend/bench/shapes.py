@@ -1,14 +1,11 @@
-"""Attention shapes of a benchmark, and the operands of one: Gaussian or captured."""
+"""Attention shapes of a benchmark, and Gaussian operands of one."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from . import presets
 from .errors import BenchError
@@ -81,13 +78,16 @@ def parse(text: str, causal: bool, batch: int) -> Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands on the GPU: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], bf16 after RoPE, T = batch · seq."""
+    """Operands: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], bf16 after RoPE on one device, T = batch · seq."""
 
     shape: Shape
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     softmax_scale: float
+
+    def to(self, device: str) -> Problem:
+        return replace(self, q=self.q.to(device), k=self.k.to(device), v=self.v.to(device))
 
 
 def gaussian(shape: Shape, seed: int, device: str = "cuda") -> Problem:
@@ -101,40 +101,6 @@ def gaussian(shape: Shape, seed: int, device: str = "cuda") -> Problem:
 
     q, k = normal(shape.q_heads, shape.qk_dim), normal(shape.kv_heads, shape.qk_dim)
     return Problem(shape, q, k, normal(shape.kv_heads, shape.v_dim), 1 / math.sqrt(shape.qk_dim))
-
-
-def captured(path: Path, causal: bool, layers: list[int] | None, device: str = "cuda") -> list[Problem]:
-    """The layers of an .npz that `zyfa capture` wrote, the chosen ones or all. Raises BenchError."""
-    import torch
-
-    try:
-        with np.load(path) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError) as error:
-        raise BenchError(f"--input {str(path)!r} is not readable as .npz: {error}") from None
-    there = sorted({int(found[1]) for key in arrays if (found := re.fullmatch(r"layer(\d+)\.q", key))})
-    if not there:
-        raise BenchError(f"--input {str(path)!r} holds no layerN.q; give a file that `zyfa capture` wrote")
-    missing = [layer for layer in layers or [] if layer not in there]
-    if missing:
-        raise BenchError(f"--layers {missing} are not in {str(path)!r}; it holds {', '.join(map(str, there))}")
-    problems = []
-    for layer in layers or there:
-        try:
-            q, k, v = (torch.from_numpy(np.asarray(arrays[f"layer{layer}.{n}"], np.float32)) for n in "qkv")
-            scale = float(arrays.get(f"layer{layer}.softmax_scale", q.shape[-1] ** -0.5))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BenchError(f"layer {layer} of {str(path)!r} is not usable: {error}") from None
-        dims = next((name for name, pair in DIMS.items() if pair == (q.shape[-1], v.shape[-1])), None)
-        if q.dim() != 3 or k.shape[:2] != v.shape[:2] or k.shape[0] != q.shape[0] or dims is None:
-            raise BenchError(
-                f"layer {layer} of {str(path)!r} has q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
-                f"expected [tokens, heads, D] with D of {', '.join(DIMS)}"
-            )
-        shape = Shape(dims, q.shape[1], k.shape[1], q.shape[0], 1, causal, f"{path.stem} layer {layer}")
-        q, k, v = (x.to(device, torch.bfloat16) for x in (q, k, v))
-        problems.append(Problem(shape, q, k, v, scale))
-    return problems
 
 
 def at(shape: Shape, seq: int) -> Shape:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zyfa_backend.bench import kernels
     from zyfa_backend.bench.presets import Preset
     from zyfa_backend.bench.servers import Settings as ServingSettings
-    from zyfa_backend.bench.shapes import Shape
+    from zyfa_backend.bench.shapes import Problem, Shape
     from zyfa_backend.compare.variants import Variant
 
 PARTS = ("kernel", "sustained", "captured", "write", "serving")
@@ -133,12 +133,13 @@ def bench(
             parts=chosen,
             problems=[shape_module.at(shape, length) for shape in attention for length in lengths],
             written=shape_module.at(written, write_tokens),
-            input=input,
-            layers=wanted_layers,
-            causal=causal,
             seed=seed,
             kernel=_kernel_settings(variants, peers, block_size, warmups, launches, repeats, warm_in, sustain),
         )
+        if input is not None and "captured" in chosen:
+            from zyfa_backend.bench import captures
+
+            work.captured = captures.read(input, causal, wanted_layers)
         if "serving" in chosen:
             from zyfa_backend.bench import presets, servers, serving
 
@@ -178,11 +179,9 @@ class _Work:
     parts: list[str]
     problems: list[Shape]
     written: Shape
-    input: Path | None
-    layers: list[int] | None
-    causal: bool
     seed: int
     kernel: kernels.Settings
+    captured: list[Problem] = field(default_factory=list)
     models: list[Preset] = field(default_factory=list)
     servers: list[Variant] = field(default_factory=list)
     serving: ServingSettings | None = None
@@ -239,8 +238,7 @@ def _measure(work: _Work, out: Path, command: str) -> dict[str, Any]:
                             kernels.sustained(part, [problem], work.kernel, found)
                         save()
                 elif part == "captured":
-                    assert work.input is not None
-                    problems = shapes.captured(work.input, work.causal, work.layers)
+                    problems = [problem.to("cuda") for problem in work.captured]
                     for problem in problems:
                         log(f"{part}: {problem.shape}")
                         kernels.kernel_only(part, problem, work.kernel, found)
