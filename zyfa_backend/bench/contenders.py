@@ -1,7 +1,8 @@
 """What is timed: ZYFA's prefill kernels and the peers found on the machine, each as a call on a problem's operands.
 
-A maker takes a Problem, prepares operands (quantised outside of the timed call) and returns the call, which gives the
-output [T, Hq, Dv] or the peer's own layout of it. It raises Unavailable with the reason where it can't.
+A maker takes a Problem and the tokens of a block, prepares operands (quantised outside of the timed call) and returns
+the call, which gives the output [T, Hq, Dv] or the peer's own layout of it. It raises Unavailable with the reason where
+it can't. Peers that read packed keys make nothing of the block size.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .errors import Unavailable
 from .shapes import Problem
 
 Call = Callable[[], torch.Tensor]
+Maker = Callable[[Problem, int], Call]
 E4M3_MAX = 448.0
 VARIANTS = {
     "fp8-lean": LEAN,
@@ -27,12 +29,14 @@ VARIANTS = {
     "int8-lean": replace(LEAN, qk_format="int8"),
     "int8-exact": replace(EXACT, qk_format="int8"),
 }
-PEERS: dict[str, Callable[[Problem], Call]] = {}
+PEERS: dict[str, Maker] = {}
 
 
 def peer(name: str) -> Callable[[Callable[[Problem], Call]], Callable[[Problem], Call]]:
+    """Names a peer that reads packed keys."""
+
     def add(maker: Callable[[Problem], Call]) -> Callable[[Problem], Call]:
-        PEERS[name] = maker
+        PEERS[name] = lambda problem, block_size: maker(problem)
         return maker
 
     return add
@@ -44,7 +48,7 @@ def zyfa_name(variant: str, problem: Problem) -> str:
     return f"zyfa/{kernel_name(KernelShape(shape.qk_dim, shape.v_dim, phase, VARIANTS[variant]))}"
 
 
-def zyfa(problem: Problem, variant: str, block_size: int) -> Call:
+def zyfa(variant: str, problem: Problem, block_size: int) -> Call:
     """The prefill kernel through a paged cache with shuffled blocks."""
     try:
         from zyfa_kernels.triton.prefill import prefill
@@ -167,7 +171,7 @@ def _shuffled(x: torch.Tensor, block_size: int, order: torch.Tensor) -> torch.Te
 
 
 peer("fa3-fp8")(lambda problem: _fa3_call(problem, True, None))
-peer("fa3-fp8-paged")(lambda problem: _fa3_call(problem, True, 16))
+PEERS["fa3-fp8-paged"] = lambda problem, block_size: _fa3_call(problem, True, block_size)
 peer("fa3-bf16")(lambda problem: _fa3_call(problem, False, None))
 
 

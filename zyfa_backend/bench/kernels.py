@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,8 @@ class Report:
 
 def calls(problem: Problem, settings: Settings, report: Report) -> tuple[dict[str, contenders.Call], dict[str, float]]:
     """The contenders that run on this problem, with the relative RMS difference of each from SDPA in bf16."""
-    makers: dict[str, Callable[[Problem], contenders.Call]] = {
-        contenders.zyfa_name(variant, problem): _zyfa_maker(variant, settings.block_size)
-        for variant in settings.variants
+    makers: dict[str, contenders.Maker] = {
+        contenders.zyfa_name(variant, problem): partial(contenders.zyfa, variant) for variant in settings.variants
     }
     makers |= {name: contenders.PEERS[name] for name in settings.peers}
     expected = contenders.tokens_first(contenders.sdpa(problem)(), problem)
@@ -55,7 +55,7 @@ def calls(problem: Problem, settings: Settings, report: Report) -> tuple[dict[st
     differences: dict[str, float] = {}
     for name, maker in makers.items():
         try:
-            call = maker(problem)
+            call = maker(problem, settings.block_size)
             out = contenders.tokens_first(call(), problem)
             torch.cuda.synchronize()
         except Unavailable as error:
@@ -69,10 +69,6 @@ def calls(problem: Problem, settings: Settings, report: Report) -> tuple[dict[st
                 continue
             found[name], differences[name] = call, apart
     return found, differences
-
-
-def _zyfa_maker(variant: str, block_size: int) -> Callable[[Problem], contenders.Call]:
-    return lambda problem: contenders.zyfa(problem, variant, block_size)
 
 
 def _skip(report: Report, name: str, problem: Problem, reason: str) -> None:
