@@ -21,6 +21,7 @@ BASE = "device-copy"
 def measure(shape: Shape, settings: Settings, formats: list[str], report: Report) -> None:
     """Rows for Q alone, K and V into the cache, and all three from a fused QKV tensor, with and without the rotation.
 
+    Those of K and V also come with saturated values counted, as the engines run them ("-counted").
     Each is compared (ratio_to, as times as fast) with the same kernel without the rotation and, by bytes read and
     written, with a device copy (ratio_to device-copy is the share of the copy's bandwidth).
     """
@@ -35,12 +36,8 @@ def measure(shape: Shape, settings: Settings, formats: list[str], report: Report
 
 def _measure(shape: Shape, settings: Settings, what: str, form: str, report: Report) -> None:
     sets = [_operands(shape, settings.block_size, form, seed) for seed in range(COPIES)]
-    name = f"zyfa/rotate-quantize-{what}-{form.removesuffix('_e4m3')}"
     moved = _bytes(shape, what)
-    calls: dict[str, Callable[[], object]] = {
-        name: _turns([_call(one, shape, what, form, "hadamard") for one in sets]),
-        f"{name}-no-rotation": _turns([_call(one, shape, what, form, "none") for one in sets]),
-    }
+    calls = _kernels(sets, shape, what, form)
     half = [torch.randint(0, 256, (2, moved // 2), dtype=torch.uint8, device="cuda") for _ in range(COPIES)]
     calls[BASE] = _turns([lambda pair=pair: pair[0].copy_(pair[1]) for pair in half])  # type: ignore[misc]
     engine = _engine_write(sets) if what == "kv" and form == "fp8_e4m3" else None
@@ -70,6 +67,15 @@ def _measure(shape: Shape, settings: Settings, what: str, form: str, report: Rep
         )
 
 
+def _kernels(sets: list[dict[str, Any]], shape: Shape, what: str, form: str) -> dict[str, Callable[[], object]]:
+    """ZYFA's calls by the names of their rows; each takes the sets of operands in turn."""
+    name = f"zyfa/rotate-quantize-{what}-{form.removesuffix('_e4m3')}"
+    kinds = {name: ("hadamard", False), f"{name}-no-rotation": ("none", False)}
+    if what != "q":  # Q's scales are dynamic: nothing saturates
+        kinds[f"{name}-counted"] = ("hadamard", True)
+    return {key: _turns([_call(one, shape, what, form, *kind) for one in sets]) for key, kind in kinds.items()}
+
+
 def _bytes(shape: Shape, what: str) -> int:
     """Read and written: two bytes in and one out for each value, a scale for each row of Q, a slot for each token."""
     tokens = shape.batch * shape.seq
@@ -89,36 +95,40 @@ def _turns(calls: list[Callable[[], object]]) -> Callable[[], object]:
     return call
 
 
-def _operands(shape: Shape, block_size: int, form: str, seed: int) -> dict[str, Any]:
-    make = torch.Generator("cuda").manual_seed(seed)
+def _operands(shape: Shape, block_size: int, form: str, seed: int, device: str = "cuda") -> dict[str, Any]:
+    make = torch.Generator(device).manual_seed(seed)
     tokens = shape.batch * shape.seq
     widths = [shape.q_heads * shape.qk_dim, shape.kv_heads * shape.qk_dim, shape.kv_heads * shape.v_dim]
-    qkv = torch.randn(tokens, sum(widths), generator=make, device="cuda", dtype=torch.bfloat16)
+    qkv = torch.randn(tokens, sum(widths), generator=make, device=device, dtype=torch.bfloat16)
     blocks = -(-tokens // block_size)
-    order = torch.randperm(blocks, generator=make, device="cuda")
-    place = torch.arange(tokens, device="cuda")
+    order = torch.randperm(blocks, generator=make, device=device)
+    place = torch.arange(tokens, device=device)
     size = (blocks, block_size, shape.kv_heads)
     return {
         "qkv": qkv,
         "q": qkv[:, : widths[0]].contiguous().unflatten(1, (-1, shape.qk_dim)),
         "k": qkv[:, widths[0] : sum(widths[:2])].contiguous().unflatten(1, (-1, shape.qk_dim)),
         "v": qkv[:, sum(widths[:2]) :].contiguous().unflatten(1, (-1, shape.v_dim)),
-        "k_cache": torch.zeros(*size, shape.qk_dim, dtype=torch.uint8, device="cuda"),
-        "v_cache": torch.zeros(*size, shape.v_dim, dtype=torch.uint8, device="cuda"),
+        "k_cache": torch.zeros(*size, shape.qk_dim, dtype=torch.uint8, device=device),
+        "v_cache": torch.zeros(*size, shape.v_dim, dtype=torch.uint8, device=device),
         "slots": order[place // block_size] * block_size + place % block_size,
-        "scale": torch.full((shape.kv_heads,), 0.02, device="cuda"),
+        # Nothing of a Gaussian saturates at 0.05, as is usual with calibrated scales.
+        "scale": torch.full((shape.kv_heads,), 0.05, device=device),
+        "saturated": torch.zeros(2, dtype=torch.int64, device=device),
         "out": torch.empty(
             tokens,
             shape.q_heads,
             shape.qk_dim,
             dtype=torch.int8 if form == "int8" else torch.uint8,
-            device="cuda",
+            device=device,
         ),
-        "q_scale": torch.empty(tokens, shape.q_heads, device="cuda"),
+        "q_scale": torch.empty(tokens, shape.q_heads, device=device),
     }
 
 
-def _call(one: dict[str, Any], shape: Shape, what: str, form: str, rotation: str) -> Callable[[], object]:
+def _call(
+    one: dict[str, Any], shape: Shape, what: str, form: str, rotation: str, counted: bool
+) -> Callable[[], object]:
     from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_qkv, rotate_quantize_write
 
     named: dict[str, Any] = {"rotation": rotation, "qk_format": form}
@@ -126,6 +136,8 @@ def _call(one: dict[str, Any], shape: Shape, what: str, form: str, rotation: str
     outputs: dict[str, Any] = {"out": one["out"], "scale": one["q_scale"]}
     if what == "q":
         return lambda: rotate_quantize_q(one["q"], **named, **outputs)
+    if counted:
+        named["saturated"] = one["saturated"]
     if what == "kv":
         return lambda: rotate_quantize_write(one["k"], one["v"], *cache, **named)
     named |= {"v_head_dim": shape.v_dim, **outputs}
