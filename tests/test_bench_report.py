@@ -77,23 +77,63 @@ def test_clocks_of_nvidia_smi():
     assert clocks.parse_nvidia("No devices were found") == {}
 
 
-def test_clocks_of_rocm_smi():
-    text = {
-        "card0": {
-            "Temperature (Sensor edge) (C)": "41.0",
-            "sclk clock speed:": "(2100Mhz)",
-            "mclk clock speed:": "(1900Mhz)",
-            "Current Socket Graphics Package Power (W)": "1012.0",
-        }
+def card(sclk, mclk, watts, celsius):
+    return {
+        "Temperature (Sensor edge) (C)": celsius,
+        "sclk clock speed:": f"({sclk}Mhz)",
+        "mclk clock speed:": f"({mclk}Mhz)",
+        "Current Socket Graphics Package Power (W)": watts,
     }
-    assert clocks.parse_rocm(json.dumps(text)) == {
-        "sm_mhz": 2100,
-        "memory_mhz": 1900,
-        "power_w": 1012,
-        "temperature_c": 41,
-    }
-    with pytest.raises(ValueError):
-        clocks.parse_rocm("ROCm not found")
+
+
+TWO_CARDS = json.dumps({"card0": card(132, 900, "140.0", "35.0"), "card1": card(2100, 1900, "1012.0", "41.0")})
+
+
+def test_clocks_of_rocm_smi_are_those_of_the_card_asked_for():
+    first = {"sm_mhz": 132, "memory_mhz": 900, "power_w": 140, "temperature_c": 35}
+    assert clocks.parse_rocm(TWO_CARDS, "0") == first
+    second = {"sm_mhz": 2100, "memory_mhz": 1900, "power_w": 1012, "temperature_c": 41}
+    assert clocks.parse_rocm(TWO_CARDS, "1") == second
+    for text, index in ((TWO_CARDS, "2"), (TWO_CARDS, "10"), ("[]", "0"), ("ROCm not found", "0")):
+        with pytest.raises(ValueError):
+            clocks.parse_rocm(text, index)
+
+
+@pytest.mark.parametrize(
+    ("current", "environment", "index"),
+    [
+        (1, {}, "1"),
+        (1, {"HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}, "1"),
+        (0, {"HIP_VISIBLE_DEVICES": "3"}, "3"),
+        (1, {"CUDA_VISIBLE_DEVICES": "5, 2"}, "2"),
+        (1, {"HIP_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "5,2"}, "7"),
+        (1, {"ROCR_VISIBLE_DEVICES": "4,6"}, "6"),
+        (0, {"ROCR_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": "1"}, "6"),
+        (0, {"ROCR_VISIBLE_DEVICES": "GPU-4b2c1a9f8d3e6f7a"}, None),
+        (0, {"HIP_VISIBLE_DEVICES": "GPU-4b2c1a9f8d3e6f7a"}, None),
+        (0, {"ROCR_VISIBLE_DEVICES": "GPU-4b2c1a9f8d3e6f7a,3", "HIP_VISIBLE_DEVICES": "1"}, "3"),
+        (0, {"HIP_VISIBLE_DEVICES": "-1"}, None),
+        (2, {"HIP_VISIBLE_DEVICES": "0,1"}, None),
+        (0, {"GPU_DEVICE_ORDINAL": "1"}, None),
+    ],
+)
+def test_the_card_of_a_process_that_sees_some(current, environment, index):
+    assert clocks.rocm_index(current, environment) == index
+
+
+def test_rocm_smi_is_asked_for_one_card(tmp_path, monkeypatch):
+    """A machine with both tools; rocm-smi notes its arguments and answers for both cards all the same."""
+    for name in ("nvidia-smi", "rocm-smi"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/{name}.asked\necho '{TWO_CARDS}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with clocks.Sampler("1") as sampler:
+        assert sampler.tool == "rocm-smi"
+    assert sampler.samples[0].values["sm_mhz"] == 2100
+    assert (tmp_path / "rocm-smi.asked").read_text().split()[-2:] == ["-d", "1"]
+    with clocks.Sampler(None) as sampler:
+        assert sampler.tool is None and not sampler.samples
+    assert not (tmp_path / "nvidia-smi.asked").exists()
 
 
 def test_clocks_between_two_times():

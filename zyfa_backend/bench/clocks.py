@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,15 @@ class Sample:
 
 
 class Sampler:
-    """Samples from nvidia-smi or rocm-smi while the context is open; `tool` is None where there is neither."""
+    """Samples of one GPU while the context is open, by `tool`; None where that is missing or no GPU is named.
+
+    device: a UUID of nvidia-smi ("GPU-…") or an index of rocm-smi.
+    """
 
     def __init__(self, device: str | None = None) -> None:
-        self.device = device
-        self.tool = next((name for name in ("nvidia-smi", "rocm-smi") if shutil.which(name)), None)
+        self.device = device or ""
+        tool = "rocm-smi" if self.device.isdigit() else "nvidia-smi"
+        self.tool = tool if device and shutil.which(tool) else None
         self.samples: list[Sample] = []
         self._process: subprocess.Popen[str] | None = None
         self._ended = threading.Event()
@@ -67,7 +72,7 @@ class Sampler:
 
     def _read_nvidia(self) -> None:
         command = ["nvidia-smi", f"--query-gpu={','.join(NVIDIA_FIELDS)}", "--format=csv,noheader,nounits"]
-        command += ["-lms", str(int(PERIOD_S * 1000))] + (["-i", self.device] if self.device else [])
+        command += ["-lms", str(int(PERIOD_S * 1000)), "-i", self.device]
         try:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         except OSError:
@@ -77,12 +82,11 @@ class Sampler:
             self.samples.append(Sample(time.time(), parse_nvidia(line)))
 
     def _read_rocm(self) -> None:
-        command = ["rocm-smi", "--showclocks", "--showpower", "--showtemp", "--json"]
-        command += ["-d", self.device] if self.device else []
+        command = ["rocm-smi", "--showclocks", "--showpower", "--showtemp", "--json", "-d", self.device]
         while not self._ended.wait(ROCM_PERIOD_S):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-                self.samples.append(Sample(time.time(), parse_rocm(done.stdout)))
+                self.samples.append(Sample(time.time(), parse_rocm(done.stdout, self.device)))
             except (OSError, subprocess.TimeoutExpired, ValueError):
                 continue
 
@@ -98,9 +102,32 @@ def parse_nvidia(line: str) -> dict[str, float]:
     return values
 
 
-def parse_rocm(text: str) -> dict[str, float]:
-    """Values of rocm-smi's JSON, whose keys differ between versions. Raises ValueError where it is none."""
-    card: dict[str, Any] = next(iter(json.loads(text).values()), {})
+def rocm_index(current: int, environment: Mapping[str, str]) -> str | None:
+    """The index on the machine, as rocm-smi counts, of the GPU that a process with this environment calls `current`.
+
+    HIP counts what HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, leaves of what ROCR_VISIBLE_DEVICES leaves. None
+    where a list names the GPU otherwise than by an index, or GPU_DEVICE_ORDINAL, which hides GPUs as well, is set.
+    """
+    if environment.get("GPU_DEVICE_ORDINAL"):
+        return None
+    hip = environment.get("HIP_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES")
+    index = current
+    for visible in (hip, environment.get("ROCR_VISIBLE_DEVICES")):
+        if not visible:
+            continue
+        entry = dict(enumerate(visible.split(","))).get(index, "").strip()
+        if not entry.isascii() or not entry.isdigit():
+            return None
+        index = int(entry)
+    return str(index)
+
+
+def parse_rocm(text: str, index: str) -> dict[str, float]:
+    """Values of a card of rocm-smi's JSON, whose keys differ between versions. Raises ValueError without that card."""
+    cards = json.loads(text)
+    card = cards.get(f"card{index}") if isinstance(cards, dict) else None
+    if not isinstance(card, dict):
+        raise ValueError(f"rocm-smi tells nothing of card{index}")
     patterns = {
         "sm_mhz": r"sclk clock speed",
         "memory_mhz": r"mclk clock speed",

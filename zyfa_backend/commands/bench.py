@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import shlex
 import signal
 from dataclasses import dataclass, field
@@ -214,10 +215,8 @@ def _measure(work: _Work, out: Path, command: str) -> dict[str, Any]:
     from zyfa_backend.compare.client import ClientError
     from zyfa_backend.compare.server import ServerError
 
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    device = f"GPU-{uuid}" if uuid and not torch.version.hip else None
     document: dict[str, Any] = {"command": command, "machine": report.machine(), "parts": list(work.parts)}
-    with Sampler(device) as sampler:
+    with Sampler(_sampled()) as sampler:
         found = kernels.Report(sampler, log)
         document |= {"clocks_by": sampler.tool, "rows": found.rows, "skipped": found.skipped}
 
@@ -270,6 +269,19 @@ def _measure(work: _Work, out: Path, command: str) -> dict[str, Any]:
         except KeyboardInterrupt:
             raise UserError(f"interrupted; what was measured is in {out / 'results.json'}", code=130) from None
     return document
+
+
+def _sampled() -> str | None:
+    """What nvidia-smi or rocm-smi calls the current GPU; None where that is not known."""
+    import torch
+
+    from zyfa_backend.bench.clocks import rocm_index
+
+    current = torch.cuda.current_device()
+    if torch.version.hip:
+        return rocm_index(current, os.environ)
+    uuid = getattr(torch.cuda.get_device_properties(current), "uuid", None)
+    return f"GPU-{uuid}" if uuid else None
 
 
 def _require_gpu() -> None:
