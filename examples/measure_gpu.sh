@@ -2,11 +2,14 @@
 # What README says of GPUs, measured on this machine: tests, what the kernels do, what a server does, what the text loses.
 # Needs vLLM, and ZYFA with its extras models and test, in the environment of PYTHON.
 #
-#     bash examples/measure_gpu.sh [STEP …]      # all: tests prefill write serving compare
+#     bash examples/measure_gpu.sh [STEP …]      # all: tests prefill kernel write captured serving compare
 #
-# Settings: PYTHON (python3), OUT (zyfa-results/gpu) gets the JSON, MODEL (made there) is the checkpoint that compare asks,
-# MODELS (the three presets) are served with dummy weights, CONTEXT (8191) is the length of compare's windows. Relative
-# paths are of the directory it is called in. A step that fails is named at the end, and the others still run.
+# Settings: PYTHON (python3), OUT (zyfa-results/gpu) gets the JSON. kernel: SHAPES and LENGTHS (those that README quotes).
+# kernel and captured: WARMUPS (50) and LAUNCHES (20, at least 10) of each contender, SUSTAIN (1), the seconds that each
+# runs alone. captured: INPUT, an .npz of `zyfa capture`; left out without it. serving: MODELS (the three presets), with
+# dummy weights. compare: MODEL (made in OUT) is the checkpoint, CONTEXT (8191) the length of a window: that model holds
+# 8192 tokens, of which a server generates one. Relative paths are of the directory it is called in. A step that fails is
+# named at the end, and the others still run.
 set -uo pipefail
 here=$PWD
 cd "$(dirname "$0")/.."
@@ -16,15 +19,29 @@ out=$(absolute "${OUT:-zyfa-results/gpu}")
 model=$(absolute "${MODEL:-$out/smollm2-hd128}")
 models=${MODELS:-mistral-7b-v0.3,qwen3-8b,deepseek-v2-lite}
 context=${CONTEXT:-8191}
+shapes=${SHAPES:-hd128,hd128:32/8,mla}
+lengths=${LENGTHS:-1024,4096,16384,32768}
+input=${INPUT:+$(absolute "$INPUT")}
+few=(--warmups "${WARMUPS:-50}" --launches "${LAUNCHES:-20}" --sustain "${SUSTAIN:-1}")
 
 zyfa() { "$python" -m zyfa_backend.cli "$@"; }
 
 tests() {
+    command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not on this machine; the tests that need it are skipped"
     "$python" -m pytest tests/triton tests/engine/test_gpu.py -m gpu -q
 }
 
 prefill() {
     "$python" examples/bench_prefill.py --json "$out/prefill.json"
+}
+
+kernel() {
+    zyfa bench --parts kernel,sustained --shapes "$shapes" --seq "$lengths" "${few[@]}" --out "$out/kernel"
+}
+
+captured() {
+    [ -n "$input" ] || { echo "captured needs INPUT, an .npz of \`zyfa capture\`" >&2 && return 1; }
+    zyfa bench --parts captured --input "$input" "${few[@]}" --out "$out/captured"
 }
 
 write() {
@@ -41,11 +58,11 @@ compare() {
 }
 
 steps=("$@")
-[ $# -gt 0 ] || steps=(tests prefill write serving compare)
+[ $# -gt 0 ] || steps=(tests prefill kernel write ${input:+captured} serving compare)
 for step in "${steps[@]}"; do
     case $step in
-        tests | prefill | write | serving | compare) ;;
-        *) echo "there is no step '$step'; choose from tests prefill write serving compare" >&2 && exit 2 ;;
+        tests | prefill | kernel | write | captured | serving | compare) ;;
+        *) echo "there is no step '$step'; choose from tests prefill kernel write captured serving compare" >&2 && exit 2 ;;
     esac
 done
 mkdir -p "$out" || exit
