@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from zyfa_kernels.triton import prefill_call  # noqa: E402
 from zyfa_kernels.triton.prefill import PrefillError, prefill  # noqa: E402
 
 from tests.triton import specification  # noqa: E402
@@ -203,6 +205,41 @@ def test_no_keys_at_all():
     none = Batch(b.q, [rows(b.k[0], slice(0, 0))], [rows(b.v[0], slice(0, 0))], b.config)
     out, lse = run(none, block=None, device=DEVICE)
     assert not out.any() and bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize(
+    ("empty", "block", "window", "qk_format"),
+    [
+        ([0], None, None, "fp8_e4m3"),
+        ([0, 2, 3], None, 20, "int8"),
+        ([2, 3], None, None, "int8"),
+        ([1], 16, None, "fp8_e4m3"),
+        ([1, 2], 128, None, "int8"),
+        ([0, 3], 16, 20, "fp8_e4m3"),
+    ],
+)
+def test_sequences_without_keys_beside_others(empty, block, window, qk_format, monkeypatch):
+    """They give 0 and -inf and the others what they would, whatever the workspace held: here NaN codes.
+
+    Hopper's kernel reads the first tile of each sequence, so that there an empty one's is zero, too.
+    """
+    b = batch([(5, 40), (3, 150), (7, 7), (2, 9)], 2, 2, 64, with_config(qk_format=qk_format))
+    k, v = ([rows(x, slice(0, 0)) if i in empty else x for i, x in enumerate(xs)] for xs in (b.k, b.v))
+    made: list[torch.Tensor] = []
+
+    def poisoned(*shape, **options):
+        made.append(torch.empty(*shape, **options))
+        made[-1].view(torch.uint8).fill_(0x7F)
+        return made[-1]
+
+    want, want_lse = run(b, block=block, window=window, device=DEVICE)
+    monkeypatch.setattr(prefill_call, "torch", SimpleNamespace(**{**vars(torch), "empty": poisoned}))
+    out, lse = run(Batch(b.q, k, v, b.config), block=block, window=window, device=DEVICE)
+    none = torch.cat([torch.full((n,), i in empty) for i, n in enumerate(b.queries)])
+    assert not out[none].any() and bool((lse[:, none] == -math.inf).all())
+    assert same_bits(out[~none], want[~none]) and same_bits(lse[:, ~none], want_lse[:, ~none])
+    vt, bad = made[0].view(4, -1, 2, 64, 128), made[1].view(4, 2, -1)  # sequence, tile, head; sequence, head, tile
+    assert not vt[empty, 0].any() and not bad[empty, :, 0].any()
 
 
 def test_fp8_output():

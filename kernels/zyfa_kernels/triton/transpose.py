@@ -6,7 +6,8 @@ of a token together. `transpose` copies the V of each sequence, a tile of 128 ke
 
 - turns NaN codes into 0 and notes the tile in `bad` (bit 0), since a product would carry 0 · NaN of a masked key into
   rows that do not see it; the attention kernel looks at noted tiles again. Of int8 K it notes the code -128 (bit 1);
-- zeroes keys past the end of the sequence;
+- zeroes keys past the end of the sequence, which of one without keys is its whole first tile: Hopper's kernel takes
+  at least that, masked, and 0 · NaN of what the workspace held before would be NaN;
 - optionally orders the keys of each 16 as (2c, 2c+1, 2c+8, 2c+9) for c = 0 … 3, which is how the accumulator of
   Hopper's wgmma holds them: P then becomes the operand of the second product without moving between lanes.
 """
@@ -69,7 +70,7 @@ def transpose_kernel(
         first_key = tl.load(lengths_k + seq)
         length = tl.load(lengths_k + seq + 1) - first_key
     n0 = tile * TILE
-    seen = n0 < length
+    seen = n0 < tl.maximum(length, 1)
     if WINDOW:
         queries = tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq)
         seen = seen & (n0 + TILE > length - queries - window)
