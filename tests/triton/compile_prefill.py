@@ -1,6 +1,7 @@
 """Compiles prefill kernels for GPUs that need not be there: `compile_prefill.py '[["hopper", "sm_90", {…}], …]'`.
 
-Prints a line of JSON for each: its shared memory, and how often each operation of SASS, or of MFMA, occurs.
+Prints a line of JSON for each: its shared memory and AMD's scratch, in bytes, and how often each operation of SASS, or
+of MFMA, occurs.
 """
 
 from __future__ import annotations
@@ -118,11 +119,13 @@ def sass(cubin: bytes) -> str:
 
 def facts(kernel: str, target: str, case: dict[str, Any]) -> dict[str, Any]:
     made = compiled(kernel, target, case)
+    scratch = None
     if target.startswith("sm_"):
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+)", sass(made.asm["cubin"]), re.M)
     else:
         names = re.findall(r"v_mfma\w*", made.asm["amdgcn"])
-    return {"shared": made.metadata.shared, "operations": Counter(names)}
+        scratch = int(re.search(r"ScratchSize: (\d+)", made.asm["amdgcn"])[1])
+    return {"shared": made.metadata.shared, "scratch": scratch, "operations": Counter(names)}
 
 
 if __name__ == "__main__":

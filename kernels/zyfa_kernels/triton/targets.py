@@ -15,6 +15,8 @@ import triton
 # Beside the sources, or where an installation puts it.
 FOLDERS = (Path(__file__).resolve().parents[3] / "configs", Path(sys.prefix) / "share" / "zyfa" / "configs")
 DEFAULT_TILES = {"tile_m": 64, "num_warps": 4, "num_stages": 3}
+# AMD's others have 64 KiB of shared memory, which 3 stages of 128 int8 channels, or of 192, overrun.
+ROOMY = ("gfx950", "gfx1250")
 # section_bytes: of K and V that CTAs work on at a time, so that they stay in L2.
 DEFAULT_HOPPER = {
     "stages": 3,
@@ -46,7 +48,9 @@ class Target:
 
     def tile(self, d: int) -> dict[str, int]:
         """tile_m, num_warps and num_stages of the plain kernel for head dimension d."""
-        return {**DEFAULT_TILES, **_tiles().get(self.device, {}).get("triton", {}).get(str(d), {})}
+        narrow = self.device.startswith("gfx") and self.device not in ROOMY
+        stages = {"num_stages": 2} if narrow and d >= 128 else {}
+        return {**DEFAULT_TILES, **stages, **_tiles().get(self.device, {}).get("triton", {}).get(str(d), {})}
 
 
 def target_of(device: torch.device) -> Target:
