@@ -14,6 +14,7 @@ import torch
 
 from tests.attention_cases import rows, same_bits
 from zyfa_backend.oracle import dequantize_fp64
+from zyfa_backend.quantization import Quantized
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
@@ -209,38 +210,79 @@ def test_strided_output():
     assert same_bits(out, strided) and bool(wide[:, :, 64:].isnan().all())
 
 
-def test_refusals():
+REFUSED = [
+    ({"softmax_scale": 0.0}, "softmax_scale=0.0"),
+    ({"softmax_scale": None}, "softmax_scale=None"),
+    ({"window": -1}, "window=-1"),
+    ({"window": [3]}, r"window=\[3\]"),
+    ({"p": "fast"}, "p='fast'"),
+    ({"qk_format": "fp4"}, "qk_format='fp4'"),
+    ({"offset": 9}, "offset=9"),
+    ({"offset": "8"}, "offset='8'"),
+    ({"max_seqlen_k": 33}, "max_seqlen_k=33 is more than the 32"),
+    ({"max_seqlen_k": -1}, "max_seqlen_k=-1 .* at least 0"),
+    ({"max_seqlen_k": 2.5}, "max_seqlen_k=2.5 .* an integer"),
+    ({"max_seqlen_k": None}, "max_seqlen_k=None .* an integer"),
+    ({"q": None}, "q_codes=None .* a tensor"),
+    ({"q_scale": None}, "q_scale=None .* a tensor"),
+    ({"v_scale": None}, "v_scale=None .* a tensor"),
+    ({"seqlens_k": None}, "seqlens_k=None .* a tensor"),
+    ({"block_table": [[0, 1]]}, r"block_table=\[\[0, 1\]\] .* a tensor"),
+    ({"out": "new"}, "out='new' .* a tensor or None"),
+    ({"q": lambda q: q[0]}, r"q has shape \[2, 64\]"),
+    ({"q": lambda q: q[0, 0]}, r"q has shape \[64\]"),
+    ({"q": lambda q: q[:, :, :32]}, "32"),
+    ({"q": lambda q: q.float()}, "torch.float32"),
+    ({"q_scale": lambda scale: scale[:0]}, "q_scale"),
+    ({"v": lambda v: v[0]}, r"v_cache has shape \[16, 1, 64\]"),
+    ({name: lambda x: x.view(8, 8, 1, 64) for name in "kv"}, "blocks of 8 tokens; accepted: 1, 16, 32"),
+    ({"seqlens_k": lambda x: x.long()}, "int64"),
+    ({"seqlens_k": lambda x: x.repeat(2)}, "seqlens_k has 2 rows"),
+    ({"block_table": lambda x: x[0]}, "block_table"),
+    ({"out_dtype": torch.float32}, "out_dtype=torch.float32"),
+    ({"out": lambda _: torch.empty(1, 2, 32, dtype=torch.bfloat16, device=DEVICE)}, "out is torch.bfloat16"),
+    (
+        {"out": lambda _: torch.empty(1, 2, 64, dtype=torch.float8_e4m3fn, device=DEVICE)},
+        "out is torch.float8_e4m3fn .* expected torch.bfloat16 or torch.float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_refusals(changes, words):
     b = last_tokens([20], 2, 1, 64)
-    q, scale = b.q[0].data.to(DEVICE), b.q[0].scale.to(DEVICE)
     cache = torch.zeros(4, 16, 1, 64, dtype=torch.uint8, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
-    lengths = torch.tensor([20], dtype=torch.int32, device=DEVICE)
-    table = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+    given = dict(
+        q=b.q[0].data.to(DEVICE), q_scale=b.q[0].scale.to(DEVICE), k=cache, v=cache, k_scale=one, v_scale=one,
+        seqlens_k=torch.tensor([20], dtype=torch.int32, device=DEVICE),
+        block_table=torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE), max_seqlen_k=20, softmax_scale=0.1,
+    )  # fmt: skip
 
-    def call(q=q, q_scale=scale, k=cache, v=cache, **changes):
-        options = dict(seqlens_k=lengths, block_table=table, max_seqlen_k=20, softmax_scale=0.1)
-        return decode(q, q_scale, k, v, one, one, **{**options, **changes})
+    def call(q, q_scale, k, v, k_scale, v_scale, **options):
+        return decode(q, q_scale, k, v, k_scale, v_scale, **options)
 
-    call()
-    for arguments, words in (
-        ({"softmax_scale": 0.0}, "softmax_scale=0.0"),
-        ({"window": -1}, "window=-1"),
-        ({"p": "fast"}, "p='fast'"),
-        ({"qk_format": "fp4"}, "qk_format='fp4'"),
-        ({"offset": 9}, "offset=9"),
-        ({"q": q[:, :, :32]}, "32"),
-        ({"q": q.float()}, "torch.float32"),
-        ({"q_scale": scale[:0]}, "q_scale"),
-        ({"k": cache.view(8, 8, 1, 64), "v": cache.view(8, 8, 1, 64)}, "blocks of 8 tokens; accepted: 1, 16, 32"),
-        ({"seqlens_k": lengths.long()}, "int64"),
-        ({"seqlens_k": lengths.repeat(2)}, "seqlens_k has 2 rows"),
-        ({"block_table": table[0]}, "block_table"),
-        ({"max_seqlen_k": 33}, "max_seqlen_k=33 is more than the 32"),
-        ({"out_dtype": torch.float32}, "out_dtype=torch.float32"),
-        ({"out": torch.empty(1, 2, 32, dtype=torch.bfloat16, device=DEVICE)}, "out is torch.bfloat16"),
-    ):
-        with pytest.raises(PrefillError, match=words):
-            call(**arguments)
+    changed = {name: x(given.get(name)) if callable(x) else x for name, x in changes.items()}
+    with pytest.raises(PrefillError, match=words):
+        call(**{**given, **changed})
+
+
+def test_a_share_of_the_heads_has_the_bits_of_all():
+    """Tensor parallelism: half of the query heads with their key-value heads, under the same scales."""
+    b = last_tokens([300, 3], 4, 2, 64)
+    out, lse = run_decode(b, device=DEVICE)
+    for share in range(2):
+        q_heads, kv_heads = slice(2 * share, 2 * share + 2), slice(share, share + 1)
+        q = [Quantized(x.data[:, q_heads], x.scale[:, q_heads], x.format) for x in b.q]
+        k, v = ([Quantized(x.data[:, kv_heads], x.scale[kv_heads], x.format) for x in xs] for xs in (b.k, b.v))
+        half, half_lse = run_decode(Batch(q, k, v, b.config), device=DEVICE)
+        assert same_bits(half, out[:, q_heads].contiguous()) and same_bits(half_lse, lse[q_heads])
+
+
+def test_key_value_heads_do_not_decide_about_splits_up_to_8192_keys():
+    """The least that a sequence is cut into, whatever the heads of a GPU: all its splits have the fewest tiles."""
+    fewest = min(decode_call.most_splits(heads) for heads in range(1, 257))
+    assert fewest * decode_call.LEAST_TILES * decode_call.TILE == 8192
 
 
 def test_a_batch_of_none():

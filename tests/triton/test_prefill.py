@@ -16,6 +16,7 @@ import torch
 
 from tests.attention_cases import rows, same_bits
 from zyfa_backend.oracle import dequantize_fp64, relative_rms
+from zyfa_backend.quantization import Quantized
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
@@ -242,6 +243,18 @@ def test_sequences_without_keys_beside_others(empty, block, window, qk_format, m
     assert not vt[empty, 0].any() and not bad[empty, :, 0].any()
 
 
+def test_a_share_of_the_heads_has_the_bits_of_all():
+    """Tensor parallelism: half of the query heads with their key-value heads, under the same scales."""
+    b = batch([(5, 150), (3, 3)], 4, 2, 64)
+    out, lse = run(b, device=DEVICE)
+    for share in range(2):
+        q_heads, kv_heads = slice(2 * share, 2 * share + 2), slice(share, share + 1)
+        q = [Quantized(x.data[:, q_heads], x.scale[:, q_heads], x.format) for x in b.q]
+        k, v = ([Quantized(x.data[:, kv_heads], x.scale[kv_heads], x.format) for x in xs] for xs in (b.k, b.v))
+        half, half_lse = run(Batch(q, k, v, b.config), device=DEVICE)
+        assert same_bits(half, out[:, q_heads].contiguous()) and same_bits(half_lse, lse[q_heads])
+
+
 def test_fp8_output():
     b = batch([(40, 100)], 2, 1, 64)
     scale = torch.tensor([0.0005], device=DEVICE)
@@ -264,34 +277,80 @@ def test_strided_inputs_and_outputs():
     assert same_bits(out, strided.contiguous()) and bool(wide[:, :, 64:].isnan().all())
 
 
-def test_refusals():
+REFUSED = [
+    ({"softmax_scale": 0.0}, "softmax_scale=0.0"),
+    ({"softmax_scale": None}, "softmax_scale=None .* positive"),
+    ({"softmax_scale": "1"}, "softmax_scale='1' .* positive"),
+    ({"window": -1}, "window=-1"),
+    ({"window": [3]}, r"window=\[3\]"),
+    ({"causal": "no"}, "causal='no' .* True or False"),
+    ({"p": "fast"}, "p='fast'"),
+    ({"qk_format": "fp4"}, "qk_format='fp4'"),
+    ({"qk_format": ["int8"]}, r"qk_format=\['int8'\]"),
+    ({"offset": 9}, "offset=9"),
+    ({"offset": None}, "offset=None"),
+    ({"delta": "0"}, "delta='0'"),
+    ({"max_seqlen_q": 0}, "max_seqlen_q=0 .* at least 1"),
+    ({"max_seqlen_q": -1}, "max_seqlen_q=-1 .* at least 1"),
+    ({"max_seqlen_q": 3.5}, "max_seqlen_q=3.5 .* an integer"),
+    ({"max_seqlen_q": None}, "max_seqlen_q=None .* an integer"),
+    ({"max_seqlen_k": 0}, "max_seqlen_k=0 .* at least 1"),
+    ({"max_seqlen_k": -5}, "max_seqlen_k=-5 .* at least 1"),
+    ({"cu_seqlens_k": None}, "cu_seqlens_k"),
+    ({"cu_seqlens_q": None}, "cu_seqlens_q=None .* a tensor"),
+    ({"cu_seqlens_q": [0, 4]}, r"cu_seqlens_q=\[0, 4\] .* a tensor"),
+    ({"q": None}, "q=None .* a tensor"),
+    ({"q_scale": None}, "q_scale=None .* a tensor"),
+    ({"k": None}, "k_cache=None .* a tensor"),
+    ({"k_scale": None}, "k_scale=None .* a tensor"),
+    ({"v_scale": 1.0}, "v_scale=1.0 .* a tensor"),
+    ({"out": "new"}, "out='new' .* a tensor or None"),
+    ({"lse": "yes"}, "lse='yes' .* a tensor, True, False or None"),
+    ({"q": lambda q: q[0]}, r"q has shape \[2, 64\]; expected \[T, Hq, D\]"),
+    ({"q": lambda q: q[0, 0]}, r"q has shape \[64\]; expected \[T, Hq, D\]"),
+    ({"q": lambda q: q[:, :, :32]}, "32"),
+    ({"q": lambda q: q.float()}, "torch.float32"),
+    ({"q_scale": lambda scale: scale[:2]}, "q_scale"),
+    ({"k": lambda k: k[:, :, None]}, "k_cache"),
+    ({"v": lambda v: v[0]}, r"v_cache has shape \[1, 64\]; expected \[Tk, Hkv, D\]"),
+    ({"out": lambda _: torch.empty(4, 2, 64, device=DEVICE)}, "out is torch.float32"),
+    ({"out": lambda _: torch.empty(4, 2, 64, dtype=torch.float8_e4m3fn, device=DEVICE)}, "out_scale is None"),
+    ({"out_scale": lambda _: torch.ones(1, device=DEVICE)}, "out_scale is given"),
+    ({"lse": lambda _: torch.empty(4, 2, device=DEVICE)}, r"lse is torch.float32 \[4, 2\]"),
+    ({"cu_seqlens_q": lambda cu: cu.long()}, "int64"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_refusals(changes, words):
     b = batch([(4, 20)], 2, 1, 64)
     cu = torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
     keys = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
     q, k, v = (x[0].data.to(DEVICE) for x in (b.q, b.k, b.v))
-    scales = (b.q[0].scale.to(DEVICE), b.k[0].scale.to(DEVICE), b.v[0].scale.to(DEVICE))
+    scales = (x[0].scale.to(DEVICE) for x in (b.q, b.k, b.v))
+    given = dict(zip(("q", "k", "v", "q_scale", "k_scale", "v_scale"), (q, k, v, *scales), strict=True))
+    given |= dict(cu_seqlens_q=cu, cu_seqlens_k=keys, max_seqlen_q=4, max_seqlen_k=20, softmax_scale=0.1)
 
-    def call(q=q, k=k, v=v, q_scale=scales[0], **changes):
-        options = dict(
-            cu_seqlens_q=cu, cu_seqlens_k=keys, block_table=None, max_seqlen_q=4, max_seqlen_k=20, softmax_scale=0.1
-        )
-        return prefill(q, q_scale, k, v, scales[1], scales[2], **{**options, **changes})
+    def call(q, k, v, q_scale, k_scale, v_scale, **options):
+        return prefill(q, q_scale, k, v, k_scale, v_scale, **options)
 
-    call()
-    for arguments, words in (
-        ({"softmax_scale": 0.0}, "softmax_scale=0.0"),
-        ({"window": -1}, "window=-1"),
-        ({"p": "fast"}, "p='fast'"),
-        ({"qk_format": "fp4"}, "qk_format='fp4'"),
-        ({"offset": 9}, "offset=9"),
-        ({"cu_seqlens_k": None}, "cu_seqlens_k"),
-        ({"q": q[:, :, :32]}, "32"),
-        ({"q": q.float()}, "torch.float32"),
-        ({"q_scale": scales[0][:2]}, "q_scale"),
-        ({"k": k[:, :, None]}, "k_cache"),
-        ({"out": torch.empty(4, 2, 64, device=DEVICE)}, "out is torch.float32"),
-        ({"lse": torch.empty(4, 2, device=DEVICE)}, "lse"),
-        ({"cu_seqlens_q": cu.long()}, "int64"),
-    ):
-        with pytest.raises(PrefillError, match=words.replace("(", r"\(")):
-            call(**arguments)
+    changed = {name: x(given.get(name)) if callable(x) else x for name, x in changes.items()}
+    with pytest.raises(PrefillError, match=words):
+        call(**{**given, **changed})
+
+
+def test_longest_of_nothing_is_zero():
+    """Without queries, or without keys in the cache, 0 is the longest; rows of no sequence are not written."""
+    q, one = torch.zeros(3, 2, 64, dtype=torch.uint8, device=DEVICE), torch.ones(1, device=DEVICE)
+    scale, starts = torch.ones(3, 2, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    keys = q[:, :1]
+
+    def call(queries, keys, **longest):
+        options = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, softmax_scale=0.1, **longest)
+        return prefill(q[:queries], scale[:queries], keys, keys, one, one, **options)
+
+    assert call(0, keys, max_seqlen_q=0, max_seqlen_k=0)[0].shape == (0, 2, 64)
+    assert not call(3, keys[:0], max_seqlen_q=1, max_seqlen_k=0)[0].any()
+    out = torch.full((3, 2, 64), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    call(3, keys, max_seqlen_q=1, max_seqlen_k=1, out=out)
+    assert bool((out == 7).all())

@@ -338,6 +338,56 @@ def test_bad_arguments_name_the_value_and_what_is_accepted():
     refuses("num_kv_heads=0", rotate_quantize_qkv, q.flatten(1), 2, 0, 128, *[None] * 5)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(({name: None}, f"{name}=None .* a tensor") for name in ("k", "v", "k_cache", "v_cache", "slot_mapping")),
+        *(({name: 1.0}, f"{name}=1.0 .* a tensor") for name in ("k_scale", "v_scale")),
+        ({"saturated": [0, 0]}, r"saturated=\[0, 0\] .* a tensor or None"),
+        ({"rotation": ["none"]}, r"rotation=\['none'\] .* hadamard, signed, none"),
+        ({"qk_format": ["int8"]}, r"qk_format=\['int8'\] .* fp8_e4m3, int8"),
+        ({"tile": 64}, "tile=64 .* a Tile or None"),
+    ],
+)
+def test_write_refuses_what_is_no_tensor_or_choice(changes, words):
+    k, one = torch.zeros(2, 2, 64, device=DEVICE), torch.ones(1, device=DEVICE)
+    space = cache("K beside V", 1, 16, 2, 64)
+    given = dict(k=k, v=k, k_cache=space, v_cache=space, k_scale=one, v_scale=one)
+    given["slot_mapping"] = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ArgumentError, match=words):
+        rotate_quantize_write(**{**given, **changes})
+
+
+def test_other_forms_refuse_what_is_no_tensor_or_number():
+    q = torch.zeros(2, 2, 64, device=DEVICE)
+    for words, call in (
+        ("q=None .* a tensor", lambda: rotate_quantize_q(None)),
+        ("out='new' .* a tensor or None", lambda: rotate_quantize_q(q, out="new")),
+        ("qkv=None .* a tensor", lambda: rotate_quantize_qkv(None, 1, 1, 64, *[None] * 5)),
+        ("k_cache=None .* a tensor", lambda: rotate_quantize_qkv(q[:, 0].repeat(1, 3), 1, 1, 64, *[None] * 5)),
+        ("head_dim=64.5 .* an integer", lambda: rotate_quantize_qkv(q[0], 1, 1, 64.5, *[None] * 5)),
+        ("v_head_dim=0 .* at least 1", lambda: rotate_quantize_qkv(q[0], 1, 1, 64, *[None] * 5, v_head_dim=0)),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call()
+
+
+def test_a_share_of_the_heads_has_the_bits_of_all():
+    """Tensor parallelism: half of the heads writes half of the caches, under the same scales."""
+    k, v = gaussian(19, 4, 128).to(DEVICE), gaussian(19, 4, 128, seed=1).to(DEVICE)
+    slots, scale = torch.arange(19, device=DEVICE).flip(0), torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE)
+    whole = [cache("one after the other", 2, 16, 4, 128) for _ in range(2)]
+    rotate_quantize_write(k, v, *whole, slots, scale, scale)
+    codes, q_scale = rotate_quantize_q(k)
+    for heads in (slice(0, 2), slice(2, 4)):
+        half = [cache("one after the other", 2, 16, 2, 128) for _ in range(2)]
+        mine = scale[heads]
+        rotate_quantize_write(k[:, heads].contiguous(), v[:, heads].contiguous(), *half, slots, mine, mine)
+        assert all(torch.equal(x, y[:, :, heads]) for x, y in zip(half, whole, strict=True))
+        half_codes, half_scale = rotate_quantize_q(k[:, heads].contiguous())
+        assert torch.equal(half_codes, codes[:, heads]) and torch.equal(half_scale, q_scale[:, heads])
+
+
 def test_what_changes_from_call_to_call_is_checked_each_time():
     """All else is checked once for a layout of the tensors."""
     q, one = gaussian(8, 2, 64).to(DEVICE), torch.ones(1, device=DEVICE)

@@ -45,7 +45,8 @@ def decode(
     that are multiples of 16 with the channels adjacent; K rotated and in qk_format, V in e4m3.
     (D, Dv): (64, 64), (128, 128) or (192, 128); Hq a multiple of Hkv. k_scale, v_scale: fp32 [Hkv] or [1].
     seqlens_k: int32 [B], keys of each sequence, 0 for a row that is none; block_table: int32 [B, n].
-    max_seqlen_k: at least the longest of the batch, which nothing can check without waiting; keys beyond are not seen.
+    max_seqlen_k: 0 or more; at least the longest of the batch, which nothing can check without waiting: keys beyond are
+    not seen.
     window: the query, at position p, sees no key before p - window; None is unlimited.
     p, offset, delta: as in `prefill`, whose codes of P a token gets here, too: its result in prefill differs by the
     order in which fp32 adds up, and on Hopper by the short accumulator of its FP8 products.
@@ -53,10 +54,25 @@ def decode(
 
     Returns (out, lse fp32 [Hq, B], natural log). A row without a key gives 0 and -inf; a live key whose K is not finite
     makes the row NaN, one whose V is not finite the channels concerned; no other row is touched. A row's bits depend
-    on its own keys alone, neither on the batch nor on max_seqlen_k. Nothing waits for the device, and what is launched
+    on its own keys alone, neither on the batch nor on max_seqlen_k; beyond 8,192 keys also on an Hkv below 8, by which
+    the number of splits goes and with it the order of sums. Nothing waits for the device, and what is launched
     depends on shapes and max_seqlen_k alone: a captured graph serves all lengths up to it. The first call for a layout
     compiles: not while a graph is captured. Raises PrefillError.
     """
+    checks.check_tensors(
+        {
+            "q_codes": q_codes,
+            "q_scale": q_scale,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "seqlens_k": seqlens_k,
+            "block_table": block_table,
+        },
+        {"out": out},
+    )
+    checks.check_ranks(q_codes, k_cache, v_cache, True)
     if out is None:
         checks.require(
             out_dtype in checks.OUT_DTYPES,
@@ -67,16 +83,20 @@ def decode(
     tensors = (q_codes, q_scale, k_cache, v_cache, k_scale, v_scale, out, lse, block_table, seqlens_k)
     numbers = (softmax_scale, window, p, qk_format, offset, delta)
     facts = (*numbers, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
-    prepared = _prepared.get(facts)
+    try:
+        prepared = _prepared.get(facts)
+    except TypeError:  # a number without a hash, which the checks name
+        prepared = None
     if prepared is None or (q_codes.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         checks.check_scalars(*numbers)
         checks.check_operands(q_codes, k_cache, v_cache, qk_format, True, BLOCK_SIZES)
         checks.check_rows(q_codes, seqlens_k, block_table)
         checks.check_scales(q_codes, q_scale, k_scale, v_scale, k_cache.shape[2])
-        checks.check_outputs(q_codes, v_cache.shape[-1], out, None, lse)
+        checks.check_out(q_codes, v_cache.shape[-1], out, checks.OUT_DTYPES)
         if len(_prepared) >= MOST_PREPARED:
             _prepared.clear()
         prepared = _prepared[facts] = DecodeCall(target_of(q_codes.device), tensors, numbers)
+    checks.check_longest("max_seqlen_k", max_seqlen_k, 0)
     checks.check_room(max_seqlen_k, block_table, k_cache)
     prepared.run(tensors, max_seqlen_k)
     return out, lse

@@ -60,7 +60,8 @@ def prefill(
     (D, Dv): (64, 64), (128, 128) or (192, 128); Hq a multiple of Hkv.
     k_scale, v_scale: fp32 [Hkv] or [1].
     cu_seqlens_q: int32 [B + 1]; seqlens_k: int32 [B], keys of each sequence, its queries included; block_table: int32
-    [B, n]. max_seqlen_q, max_seqlen_k: at least the longest of the batch, which nothing can check without waiting.
+    [B, n]. max_seqlen_q, max_seqlen_k: at least the longest of the batch; not 0 where q has rows, the latter only
+    where k_cache has keys. Values on the device, such as longer lengths, are not checked, which would wait for it.
     window: a query at position p sees no key before p - window; None is unlimited. causal: none after p.
     p: "lean" or "exact" probabilities; offset and delta as in the specification. The running maximum and the block
     exponent are renewed every 128 keys; the reference (tile=128) has an exponent per 64, which only an offset under 4
@@ -68,16 +69,38 @@ def prefill(
     out: [T, Hq, Dv] bf16 or fp16, or float8_e4m3fn with out_scale fp32 [1] (codes of the result / out_scale,
     saturated); bf16 if None. lse: fp32 [Hq, T] to write, True for a new one, None for none.
 
-    Returns (out, lse), lse in natural log. A query without a live key gives 0 and -inf; a live key whose K is not
-    finite makes the row NaN, one whose V is not finite the channels concerned; no other row is touched.
+    Returns (out, lse), lse in natural log. Rows that no sequence of cu_seqlens_q covers are not written. A query
+    without a live key gives 0 and -inf; a live key whose K is not finite makes the row NaN, one whose V is not finite
+    the channels concerned; no other row is touched.
     A row's bits depend on its own keys alone: chunked, cached, batched or alone. Nothing waits for the device.
     Raises PrefillError.
     """
-    (tokens, hq, _), dv = q.shape, v_cache.shape[-1]
-    if lse is True:
-        lse = torch.empty(hq, tokens, dtype=torch.float32, device=q.device)
-    elif lse is False:
+    new_lse = lse is True
+    if isinstance(lse, bool):
         lse = None
+    checks.check_tensors(
+        {
+            "q": q,
+            "q_scale": q_scale,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "cu_seqlens_q": cu_seqlens_q,
+        },
+        {
+            "seqlens_k": seqlens_k,
+            "block_table": block_table,
+            "out": out,
+            "out_scale": out_scale,
+            "lse": lse,
+            "cu_seqlens_k": cu_seqlens_k,
+        },
+    )
+    checks.check_ranks(q, k_cache, v_cache, block_table is not None)
+    (tokens, hq, _), dv = q.shape, v_cache.shape[-1]
+    if new_lse:
+        lse = torch.empty(hq, tokens, dtype=torch.float32, device=q.device)
     if out is None:
         out = torch.empty(tokens, hq, dv, dtype=torch.bfloat16, device=q.device)
     lengths_k = cu_seqlens_k if block_table is None else seqlens_k
@@ -101,13 +124,20 @@ def prefill(
         *numbers,
         *(x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors),
     )
-    prepared = _prepared.get(facts)
+    try:
+        prepared = _prepared.get(facts)
+    except TypeError:  # a number without a hash, which the checks name
+        prepared = None
     if prepared is None or (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         checks.check_scalars(softmax_scale, window, p, qk_format, offset, delta)
+        checks.check_causal(causal)
+        checks.check_longest("max_seqlen_q", max_seqlen_q, 1 if tokens else 0)
+        checks.check_longest("max_seqlen_k", max_seqlen_k, 1 if tokens and k_cache.numel() else 0)
         checks.check_operands(q, k_cache, v_cache, qk_format, block_table is not None)
         checks.check_lengths(cu_seqlens_q, seqlens_k, cu_seqlens_k, block_table, q.device)
         checks.check_scales(q, q_scale, k_scale, v_scale, k_cache.shape[-2])
-        checks.check_outputs(q, dv, out, out_scale, lse)
+        checks.check_out(q, dv, out, (*checks.OUT_DTYPES, torch.float8_e4m3fn))
+        checks.check_out_scale_and_lse(q, out, out_scale, lse)
         checks.check_room(max_seqlen_k, block_table, k_cache)
         if len(_prepared) >= MOST_PREPARED:
             _prepared.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -22,28 +23,66 @@ def require(condition: bool, message: str) -> None:
         raise PrefillError(message)
 
 
-def check_scalars(
-    softmax_scale: float, window: int | None, p: str, qk_format: str, offset: float, delta: float
-) -> None:
-    require(0 < softmax_scale < math.inf, f"softmax_scale={softmax_scale!r} is not accepted; it is positive and finite")
+def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
+    """At each launch, before anything reads a shape: tensors are tensors."""
+    for name, x in required.items():
+        if not isinstance(x, torch.Tensor):
+            raise PrefillError(f"{name}={x!r} is not accepted; expected a tensor")
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            wanted = "a tensor, True, False or None" if name == "lse" else "a tensor or None"
+            raise PrefillError(f"{name}={x!r} is not accepted; expected {wanted}")
+
+
+def check_ranks(q: Any, k: Any, v: Any, paged: bool) -> None:
+    """At each launch, after `check_tensors`."""
+    rank = 4 if paged else 3
+    if q.dim() != 3:
+        raise PrefillError(f"q has shape {list(q.shape)}; expected [T, Hq, D]")
+    if k.dim() != rank or v.dim() != rank:
+        name, x = ("k_cache", k) if k.dim() != rank else ("v_cache", v)
+        form = "[num_blocks, block_size, Hkv, D]" if paged else "[Tk, Hkv, D]"
+        raise PrefillError(f"{name} has shape {list(x.shape)}; expected {form}")
+
+
+def is_a(kind: type, x: Any) -> bool:
+    """Whether x is a number of a kind, bool not being one."""
+    return isinstance(x, kind) and not isinstance(x, bool)
+
+
+def check_scalars(softmax_scale: Any, window: Any, p: Any, qk_format: Any, offset: Any, delta: Any) -> None:
     require(
-        window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 0),
+        is_a(Real, softmax_scale) and 0 < softmax_scale < math.inf,
+        f"softmax_scale={softmax_scale!r} is not accepted; it is positive and finite",
+    )
+    require(
+        window is None or (is_a(Integral, window) and window >= 0),
         f"window={window!r} is not accepted; None, or how many earlier keys a query sees, >= 0",
     )
     require(p in ("lean", "exact"), f"p={p!r} is not accepted; choose lean or exact")
-    require(qk_format in CODES, f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(CODES)}")
-    require(-6 <= offset <= 8, f"offset={offset!r} is not accepted; it lies in [-6, 8], where P has e4m3 codes")
-    require(-1 <= delta <= 1, f"delta={delta!r} is not accepted; it lies in [-1, 1]")
+    require(qk_format in tuple(CODES), f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(CODES)}")
+    require(
+        is_a(Real, offset) and -6 <= offset <= 8,
+        f"offset={offset!r} is not accepted; it lies in [-6, 8], where P has e4m3 codes",
+    )
+    require(is_a(Real, delta) and -1 <= delta <= 1, f"delta={delta!r} is not accepted; it lies in [-1, 1]")
+
+
+def check_causal(causal: Any) -> None:
+    require(isinstance(causal, bool), f"causal={causal!r} is not accepted; choose True or False")
+
+
+def check_longest(name: str, longest: Any, least: int) -> None:
+    require(
+        is_a(Integral, longest) and longest >= least,
+        f"{name}={longest!r} is not accepted; an integer, at least the longest of the batch and at least {least} here",
+    )
 
 
 def check_operands(
     q: Any, k: Any, v: Any, qk_format: str, paged: bool, block_sizes: tuple[int, ...] = BLOCK_SIZES
 ) -> None:
-    rank = 4 if paged else 3
-    form = "[num_blocks, block_size, Hkv, D]" if paged else "[Tk, Hkv, D]"
-    require(q.dim() == 3, f"q has shape {list(q.shape)}; expected [T, Hq, D]")
     for name, x in (("k_cache", k), ("v_cache", v)):
-        require(x.dim() == rank, f"{name} has shape {list(x.shape)}; expected {form}")
         require(x.device == q.device, f"{name} is on {x.device} and q on {q.device}; they must be on one device")
     require(
         k.shape[:-1] == v.shape[:-1],
@@ -139,20 +178,21 @@ def check_scales(q: Any, q_scale: Any, k_scale: Any, v_scale: Any, hkv: int) -> 
         require(x.is_contiguous(), f"{name} has strides {x.stride()}; expected it contiguous")
 
 
-def check_outputs(q: Any, dv: int, out: Any, out_scale: Any, lse: Any) -> None:
-    shape = (q.shape[0], q.shape[1], dv)
-    fp8 = out is not None and out.dtype == torch.float8_e4m3fn
-    if out is not None:
-        require(
-            out.shape == shape and out.device == q.device and (fp8 or out.dtype in OUT_DTYPES),
-            f"out is {out.dtype} {list(out.shape)} on {out.device}; "
-            f"expected bfloat16, float16 or float8_e4m3fn {list(shape)} on {q.device}",
-        )
-        require(out.stride(-1) == 1, f"out has strides {out.stride()}; its channels must be adjacent")
-    if fp8:
-        require(out_scale is not None, "out is float8_e4m3fn; out_scale must be given")
+def check_out(q: Any, dv: int, out: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    shape = (*q.shape[:2], dv)
+    require(
+        out.shape == shape and out.device == q.device and out.dtype in dtypes,
+        f"out is {out.dtype} {list(out.shape)} on {out.device}; "
+        f"expected {' or '.join(map(str, dtypes))} {list(shape)} on {q.device}",
+    )
+    require(out.stride(-1) == 1, f"out has strides {out.stride()}; its channels must be adjacent")
+
+
+def check_out_scale_and_lse(q: Any, out: Any, out_scale: Any, lse: Any) -> None:
+    if out.dtype == torch.float8_e4m3fn:
+        require(out_scale is not None, "out_scale is None; out is float8_e4m3fn, so it must be given")
     else:
-        require(out_scale is None, "out_scale is given, but out is not float8_e4m3fn")
+        require(out_scale is None, f"out_scale is given, but out is {out.dtype} and not float8_e4m3fn")
     if out_scale is not None:
         require(
             out_scale.dtype == torch.float32 and out_scale.numel() == 1 and out_scale.device == q.device,
@@ -161,7 +201,8 @@ def check_outputs(q: Any, dv: int, out: Any, out_scale: Any, lse: Any) -> None:
         )
     if lse is not None:
         require(
-            lse.shape == (shape[1], shape[0]) and lse.dtype == torch.float32 and lse.device == q.device,
-            f"lse is {lse.dtype} {list(lse.shape)} on {lse.device}; expected float32 [{shape[1]}, {shape[0]}]",
+            lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32 and lse.device == q.device,
+            f"lse is {lse.dtype} {list(lse.shape)} on {lse.device}; "
+            f"expected float32 [{q.shape[1]}, {q.shape[0]}] on {q.device}",
         )
         require(lse.stride(-1) == 1, f"lse has strides {lse.stride()}; the rows of a head must be adjacent")

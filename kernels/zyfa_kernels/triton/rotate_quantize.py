@@ -16,6 +16,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def rotate_quantize_q(
     (uint8 or int8) without it. scale: fp32 [T, Hq] likewise. method, tile: None for what measures fastest.
     Returns (codes, scale), q = codes · scale. Raises ArgumentError.
     """
+    checks.tensors(q=q)
+    checks.optional(out=out, scale=scale)
     checks.input("q", q)
     out, scale = _outputs(q, qk_format, out, scale)
     _launch((q, _bytes(out), scale, *[None] * 8), rotation, qk_format, method, tile)
@@ -97,6 +100,10 @@ def rotate_quantize_write(
     saturated: int64 [2], to which the numbers of values of K and V that were clipped are added; not counted without it.
     Raises ArgumentError.
     """
+    checks.tensors(
+        k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale
+    )
+    checks.optional(saturated=saturated)
     checks.input("k", k)
     checks.input("v", v)
     if v.shape[:2] != k.shape[:2] or v.dtype != k.dtype or v.device != k.device:
@@ -134,12 +141,16 @@ def rotate_quantize_qkv(
     Everything else as in the two functions. Returns (codes [T, Hq, D], scale [T, Hq]). Raises ArgumentError.
     """
     v_dim = head_dim if v_head_dim is None else v_head_dim
-    for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-        if value < 1:
-            raise ArgumentError(f"{name}={value} is not accepted; it is at least 1")
+    counts = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_dim}
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ArgumentError(f"{name}={value!r} is not accepted; an integer, at least 1")
+    checks.tensors(qkv=qkv)
     widths = [num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_dim]
     if qkv.dim() != 2 or qkv.shape[1] != sum(widths):
         raise ArgumentError(f"qkv is {list(qkv.shape)}; expected [T, {sum(widths)}], {' + '.join(map(str, widths))}")
+    checks.tensors(k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    checks.optional(out=out, scale=scale, saturated=saturated)
     dims = (head_dim, head_dim, v_dim)
     q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(widths, 1), dims, strict=True))
     for name, part in (("q", q), ("k", k), ("v", v)):
@@ -177,7 +188,10 @@ def _launch(tensors: Tensors, *choices: Any) -> None:
     q, _, _, k, _, _, _, slots, *_ = tensors
     device = (k if q is None else q).device  # type: ignore[union-attr]
     key = (choices, *map(_layout, tensors, _OF_TOKENS))
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # a choice without a hash, which the checks name
+        plan = None
     if plan is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
@@ -221,6 +235,8 @@ def _plan(
     blocks, turn = _rotation(x, rotation, method)
     if qk_format not in FORMATS:
         raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    if tile is not None and not isinstance(tile, Tile):
+        raise ArgumentError(f"tile={tile!r} is not accepted; a Tile or None")
     if k is not None:
         assert v is not None and k_cache is not None and v_cache is not None and slots is not None
         assert k_scale is not None and v_scale is not None

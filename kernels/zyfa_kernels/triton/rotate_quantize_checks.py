@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -24,6 +26,18 @@ def tokens(tensors: Tensors) -> None:
             f"k and v have {k.shape[0]} and {v.shape[0]} tokens, slot_mapping has {slots.shape[0]}; "  # type: ignore[union-attr]
             f"expected as many of k as of v, and no more slots"
         )
+
+
+def tensors(**given: Any) -> None:
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(f"{name}={x!r} is not accepted; expected a tensor")
+
+
+def optional(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise ArgumentError(f"{name}={x!r} is not accepted; expected a tensor or None")
 
 
 def expect(name: str, tensor: torch.Tensor, shape, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
