@@ -27,7 +27,7 @@ few=(--warmups "${WARMUPS:-50}" --launches "${LAUNCHES:-20}" --sustain "${SUSTAI
 zyfa() { "$python" -m zyfa_backend.cli "$@"; }
 
 tests() {
-    command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not on this machine; the tests that need it are skipped"
+    command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not on this machine; the tests that need it fail"
     "$python" -m pytest tests/triton tests/engine/test_gpu.py -m gpu -q
 }
 
