@@ -28,6 +28,7 @@ width = lambda n: 1 << (n - 1).bit_length()
 constants = dict(
     Q_HEADS=32, KV_HEADS=8, D0=dim, W0=width(dim), N0=dim**-0.5, D1=second, W1=width(second or 1),
     N1=(second or 1)**-0.5, DV=128, WV=128, ROTATE=chosen["rotate"], INT8=chosen["int8"], NATIVE=target != "gfx942",
+    SATURATES=target.startswith("sm"),
     COUNT=chosen["count"], BLOCK=16, ROWS=64, STAGES=1,
 )
 constants |= {name: 1 for name in kernel.arg_names if name.endswith("_channel")}

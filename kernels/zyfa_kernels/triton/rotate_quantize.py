@@ -257,10 +257,10 @@ def _plan(
     after = (
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
-        # Q_HEADS, KV_HEADS, D0, W0, N0, D1, W1, N1, DV, WV, ROTATE, INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES
+        # Q_HEADS, KV_HEADS, D0, W0, N0, D1, W1, N1, DV, WV, ROTATE, INT8, NATIVE, SATURATES, COUNT, BLOCK, ROWS, STAGES
         0 if q is None else q.shape[1], kv_heads, blocks[0], widths[0], norms[0],
         blocks[1] if len(blocks) > 1 else 0, widths[1], norms[1], v_dim, hadamard.padded(v_dim),
-        turn, qk_format == "int8", stats.native_e4m3, saturated is not None,
+        turn, qk_format == "int8", stats.native_e4m3, stats.saturates, saturated is not None,
         1 if k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
     )  # fmt: skip
     both = (tables[0], tables[-1])
@@ -312,17 +312,18 @@ def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torc
 
 @dataclass(frozen=True)
 class _Device:
-    """processors; whether it converts to OCP e4m3 itself; bytes of shared memory that a program may have."""
+    """processors; whether it converts to OCP e4m3 itself, and saturates then; bytes of shared memory for a program."""
 
     processors: int
     native_e4m3: bool
+    saturates: bool
     shared: int
 
 
 @lru_cache(maxsize=16)
 def _device(device: torch.device) -> _Device:
     if device.type == "cpu":  # Triton's interpreter
-        return _Device(1, False, 1 << 20)
+        return _Device(1, False, False, 1 << 20)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         native = properties.gcnArchName.startswith(("gfx95", "gfx12"))
@@ -330,7 +331,8 @@ def _device(device: torch.device) -> _Device:
         native = (properties.major, properties.minor) >= (8, 9)
     index = torch.cuda.current_device() if device.index is None else device.index
     shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return _Device(properties.multi_processor_count, native, shared)
+    # PTX converts to e4m3 only with .satfinite.
+    return _Device(properties.multi_processor_count, native, native and not torch.version.hip, shared)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -167,8 +167,13 @@ def _e4m3_bits(y):
 
 
 @triton.jit
-def _codes(minus_y, scale, NORM: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):
+def _codes(
+    minus_y, scale, NORM: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
+    SATURATES: tl.constexpr,
+):  # fmt: skip
     """Codes (uint8) of y / scale, where |y| / scale is at most the format's largest value up to rounding.
+
+    Where the conversion saturates (SATURATES) it may be anything.
 
     The quotient is the correctly rounded one: a product with the rounded reciprocal, then Markstein's correction by
     the exact remainder, three instructions instead of a division for each element. -0 keeps its sign.
@@ -178,7 +183,10 @@ def _codes(minus_y, scale, NORM: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.co
     else:
         minus_reciprocal = tl.div_rn(-1.0, scale)[:, None]
         quotient = minus_y * minus_reciprocal
-        quotient = tl.fma(tl.fma(quotient, scale[:, None], minus_y), minus_reciprocal, quotient)
+        remainder = tl.fma(quotient, scale[:, None], minus_y)
+        if SATURATES:  # of an infinite quotient, which is to stay, it is NaN; that of a finite code is smaller by far
+            remainder = tl.maximum(remainder, -scale[:, None])
+        quotient = tl.fma(remainder, minus_reciprocal, quotient)
     if INT8:
         code = (quotient + ROUND_TO_INT).to(tl.int32, bitcast=True)
         return tl.where(quotient == quotient, code, INT8_NAN).to(tl.uint8)
@@ -189,15 +197,40 @@ def _codes(minus_y, scale, NORM: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.co
 
 
 @triton.jit
-def _clamped(y, scale, LARGEST: tl.constexpr):
-    bound = (scale * LARGEST)[:, None]
-    return tl.clamp(y, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+def _clamped(y, scale, LARGEST: tl.constexpr, SATURATES: tl.constexpr):
+    """y within ±scale · LARGEST, NaN kept; y itself where the conversion saturates."""
+    if SATURATES:
+        return y
+    else:
+        bound = (scale * LARGEST)[:, None]
+        return tl.clamp(y, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _beyond(y, bound, written):
-    """How many values of each written row are beyond its bound."""
-    return tl.sum((tl.abs(y) > tl.where(written, bound, float("inf"))[:, None]).to(tl.int32), 1)
+def _bounds(scale, written, CLIPPED: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr):
+    """Beyond which `_rotated`'s values of each row are clipped: infinity for rows that are not written."""
+    return tl.where(written, scale * (CLIPPED / NORM if ROTATE == "dot" else CLIPPED), float("inf"))
+
+
+@triton.jit
+def _count(
+    x, slots, scales, scale_stride, saturated, m0, m1, before, count, x_token, x_head, x_channel,
+    HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr, N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr,
+    N1: tl.constexpr, ROTATE: tl.constexpr, CLIPPED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds to `saturated` how many values of this program's tiles are clipped, as one number."""
+    beyond = tl.full((ROWS,), 0, tl.int32)  # of one row in each of the tiles
+    for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=1):
+        live = tl.arange(0, ROWS) < count - tile * ROWS
+        scale = tl.load(scales + _heads(tile, HEADS, ROWS) * scale_stride, mask=live, other=1.0)
+        written = tl.load(slots + _tokens(tile, HEADS, ROWS), mask=live, other=-1) >= 0
+        base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
+        y = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
+        beyond += tl.sum((tl.abs(y) > _bounds(scale, written, CLIPPED, N0, ROTATE)[:, None]).to(tl.int32), 1)
+        if D1:
+            y = _rotated(base, start, live, x_channel, m1, D0, D1, W1, N1, ROTATE, ROWS)
+            beyond += tl.sum((tl.abs(y) > _bounds(scale, written, CLIPPED, N1, ROTATE)[:, None]).to(tl.int32), 1)
+    tl.atomic_add(saturated, tl.sum(beyond.to(tl.int64), 0))
 
 
 @triton.jit
@@ -221,9 +254,9 @@ def _quantize_q(
         base, start = _rows(scales, tile, scale_token, scale_head, HEADS, ROWS)
         tl.store(base + start, scale, mask=live)
         base, start = _rows(out, tile, out_token, out_head, HEADS, ROWS)
-        _store(base, start, live, out_channel, _codes(y0, scale, N0, ROTATE, INT8, NATIVE), 0, D0, W0)
+        _store(base, start, live, out_channel, _codes(y0, scale, N0, ROTATE, INT8, NATIVE, False), 0, D0, W0)
         if D1:
-            _store(base, start, live, out_channel, _codes(y1, scale, N1, ROTATE, INT8, NATIVE), D0, D1, W1)
+            _store(base, start, live, out_channel, _codes(y1, scale, N1, ROTATE, INT8, NATIVE, False), D0, D1, W1)
 
 
 @triton.jit
@@ -231,12 +264,12 @@ def _write(
     x, cache, slots, scales, scale_stride, saturated, m0, m1, before, count, x_token, x_head, x_channel,
     cache_block, cache_slot, cache_head, cache_channel, HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr,
     N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, ROTATE: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     largest: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
     clipped: tl.constexpr = INT8_CLIPPED if INT8 else E4M3_CLIPPED
-    beyond = tl.full((ROWS,), 0, tl.int32)  # of one row in each of a program's tiles
+    some = tl.full((ROWS,), False, tl.int1)  # whether a value is clipped, of one row in each of a program's tiles
     for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         live = tl.arange(0, ROWS) < count - tile * ROWS
         head = _heads(tile, HEADS, ROWS)
@@ -248,20 +281,24 @@ def _write(
         written = slot >= 0
         y = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
         if COUNT:
-            beyond += _beyond(y, scale * (clipped / N0 if ROTATE == "dot" else clipped), written)
-        y = _clamped(y, scale, largest / N0 if ROTATE == "dot" else largest)
-        codes = _codes(y, scale, N0, ROTATE, INT8, NATIVE)
+            some |= tl.max(tl.abs(y), 1) > _bounds(scale, written, clipped, N0, ROTATE)
+        y = _clamped(y, scale, largest / N0 if ROTATE == "dot" else largest, SATURATES)
+        codes = _codes(y, scale, N0, ROTATE, INT8, NATIVE, SATURATES)
         _store(cache, target, written, cache_channel, codes, 0, D0, W0)
         if D1:
             y = _rotated(base, start, live, x_channel, m1, D0, D1, W1, N1, ROTATE, ROWS)
             if COUNT:
-                beyond += _beyond(y, scale * (clipped / N1 if ROTATE == "dot" else clipped), written)
-            y = _clamped(y, scale, largest / N1 if ROTATE == "dot" else largest)
-            codes = _codes(y, scale, N1, ROTATE, INT8, NATIVE)
+                some |= tl.max(tl.abs(y), 1) > _bounds(scale, written, clipped, N1, ROTATE)
+            y = _clamped(y, scale, largest / N1 if ROTATE == "dot" else largest, SATURATES)
+            codes = _codes(y, scale, N1, ROTATE, INT8, NATIVE, SATURATES)
             _store(cache, target, written, cache_channel, codes, D0, D1, W1)
     if COUNT:
-        total = tl.sum(beyond.to(tl.int64), 0)
-        tl.atomic_add(saturated, total, mask=total > 0)
+        # Counting takes a third of the writing's time, and most often there is nothing to count.
+        if tl.max(some.to(tl.int32), 0) > 0:
+            _count(
+                x, slots, scales, scale_stride, saturated, m0, m1, before, count, x_token, x_head, x_channel, HEADS,
+                D0, W0, N0, D1, W1, N1, ROTATE, clipped, ROWS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_tokens", "kv_tokens"])
@@ -271,7 +308,7 @@ def rotate_quantize(
     k_head, k_channel, v_token, v_head, v_channel, kc_block, kc_slot, kc_head, kc_channel, vc_block, vc_slot, vc_head,
     vc_channel, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D0: tl.constexpr,
     W0: tl.constexpr, N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr, N1: tl.constexpr, DV: tl.constexpr,
-    WV: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr,
+    WV: tl.constexpr, ROTATE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Q [q_tokens, Q_HEADS, D] to codes and scales, K and V [kv_tokens, KV_HEADS, …] to the cache; no heads: left out.
@@ -294,11 +331,11 @@ def rotate_quantize(
         _write(
             k, k_cache, slots, k_scale, k_scale_stride, saturated, m0, m1, before, count, k_token, k_head,
             k_channel, kc_block, kc_slot, kc_head, kc_channel, KV_HEADS, D0, W0, N0, D1, W1, N1, ROTATE,
-            INT8, NATIVE, COUNT, BLOCK, ROWS, STAGES,
+            INT8, NATIVE, SATURATES and not INT8, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
         before += tl.cdiv(count, ROWS)
         _write(
             v, v_cache, slots, v_scale, v_scale_stride, saturated + 1, 0.0, 0.0, before, count, v_token, v_head,
             v_channel, vc_block, vc_slot, vc_head, vc_channel, KV_HEADS, DV, WV, 1.0, 0, 1, 1.0, "none", False,
-            NATIVE, COUNT, BLOCK, ROWS, STAGES,
+            NATIVE, SATURATES, COUNT, BLOCK, ROWS, STAGES,
         )  # fmt: skip
