@@ -94,6 +94,19 @@ def test_error_is_that_of_the_specification(d, qk_format, block):
         assert error < 1.1 * ideal + 1e-3 and lse < 1e-3
 
 
+@pytest.mark.parametrize("p", ["lean", "exact"])
+@pytest.mark.parametrize("qk_format", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("peak", [1, 3, 12])
+def test_ones_give_exactly_one(p, qk_format, peak):
+    """Also of rows whose many small codes of P, e4m3's subnormals among them, are percents of the sum."""
+    problem = Gaussian([700, 33000, 129, 1], 8, 2, qk_format=qk_format)
+    problem.q_scale *= peak
+    problem.v = torch.full_like(problem.v.float(), 2).to(torch.float8_e4m3fn)
+    problem.v_scale.fill_(0.5)
+    out, _ = problem.run(p=p)
+    assert torch.equal(out, torch.ones_like(out))
+
+
 def test_agrees_with_prefill_up_to_the_order_of_sums():
     """int8 scores are exact: all codes of P are prefill's, whose products have Hopper's short accumulator."""
     problem = Gaussian([5000, 64, 1, 32768], 7, 1)
