@@ -333,7 +333,9 @@ def test_mla(form, device, monkeypatch) -> None:
                 operands[1:] = [torch.cat([x, extra[..., : x.shape[-1]]]) for x in operands[1:]]
         out, lse = rig.run(backend, batch, *operands)
         outs.append((out[:6].float(), lse[:6]))
+    # Hopper's FP8 products keep 14 bits of a score, of which the LSE here is some 4 at a step of 2^-10.
+    bound = 5e-3 if device == "cuda" else 1e-3
     for out, lse in outs[1:]:
-        assert error(outs[0][0], out) < BOUND and (outs[0][1] - lse).abs().max() < 1e-3
+        assert error(outs[0][0], out) < BOUND and (outs[0][1] - lse).abs().max() < bound
     name = f"triton/fp8-mla-{'full' if form == 'chunk' else 'causal'}-lean"
     assert zyfa_backend.counters.snapshot()["kernels"][name] == {"calls": 2, "tokens": 14}

@@ -68,9 +68,15 @@ def run(backend, batch, q, k, v, **arguments):
 
 
 def as_stored(x: torch.Tensor, turn: bool) -> torch.Tensor:
-    """What FP8 with a scale per head leaves of one request's K or V, fp64, rotated if `turn`."""
+    """What FP8 with a scale per head leaves of one request's K or V, fp64, rotated if `turn`.
+
+    On a GPU the scale is the next power of two.
+    """
+    on_gpu = x.device.type != "cpu"
     x = rotated(x) if turn else x.double().cpu()
     scale = x.abs().amax((0, 2), keepdim=True) / 448
+    if on_gpu:
+        scale = torch.exp2(scale.log2().ceil())
     return decode(encode(x / scale)) * scale
 
 
