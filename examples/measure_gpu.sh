@@ -28,7 +28,7 @@ zyfa() { "$python" -m zyfa_backend.cli "$@"; }
 
 tests() {
     command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not on this machine; the tests that need it fail"
-    "$python" -m pytest tests/triton tests/engine/test_gpu.py -m gpu -q
+    "$python" -m pytest tests/triton tests/engine/test_gpu.py -q
 }
 
 prefill() {
