@@ -3,6 +3,7 @@
 # Needs vLLM, and ZYFA with its extras models and test, in the environment of PYTHON.
 #
 #     bash examples/measure_gpu.sh [STEP …]      # all: tests prefill kernel write captured serving compare
+#     PYTHON=… bash examples/measure_gpu.sh sglang      # the tests of SGLang, whose environment is another
 #
 # Settings: PYTHON (python3), OUT (zyfa-results/gpu) gets the JSON. kernel: SHAPES and LENGTHS (those that README quotes).
 # kernel and captured: WARMUPS (50) and LAUNCHES (20, at least 10) of each contender, SUSTAIN (1), the seconds that each
@@ -29,6 +30,10 @@ zyfa() { "$python" -m zyfa_backend.cli "$@"; }
 tests() {
     command -v compute-sanitizer >/dev/null || echo "compute-sanitizer is not on this machine; the tests that need it fail"
     "$python" -m pytest tests/triton tests/engine/test_gpu.py -q
+}
+
+sglang() {
+    "$python" -m pytest tests/sglang --ignore tests/sglang/test_engine.py --device cuda -q  # that one is of a CPU
 }
 
 prefill() {
@@ -61,8 +66,8 @@ steps=("$@")
 [ $# -gt 0 ] || steps=(tests prefill kernel write ${input:+captured} serving compare)
 for step in "${steps[@]}"; do
     case $step in
-        tests | prefill | kernel | write | captured | serving | compare) ;;
-        *) echo "there is no step '$step'; choose from tests prefill kernel write captured serving compare" >&2 && exit 2 ;;
+        tests | sglang | prefill | kernel | write | captured | serving | compare) ;;
+        *) echo "there is no step '$step'; choose from tests sglang prefill kernel write captured serving compare" >&2 && exit 2 ;;
     esac
 done
 mkdir -p "$out" || exit

@@ -124,6 +124,15 @@ def test_of_mla_zyfa_takes_the_prefill_alone(tmp_path) -> None:
     assert "--kv-cache-dtype" in sglang.known(checkpoint(tmp_path, model_type="qwen3"))["lean"].args
 
 
+def test_int8_on_a_gpu_is_decoded_by_zyfa(tmp_path, monkeypatch) -> None:
+    """The engine's decodes can't read its cache, which the backend refuses at the start."""
+    monkeypatch.setattr(sglang, "on_cpu", lambda: False)
+    found = sglang.known(checkpoint(tmp_path, model_type="qwen3"))
+    prefill, cache = found["lean"].args[:2], found["lean"].args[2:]
+    assert prefill == ("--prefill-attention-backend", "zyfa") and cache == ("--kv-cache-dtype", "fp8_e4m3")
+    assert found["int8"].args == (*prefill, "--decode-attention-backend", "zyfa", *cache)
+
+
 @pytest.mark.parametrize("cpu,flag", [(True, "--attention-backend"), (False, "--prefill-attention-backend")])
 def test_variants_and_commands(cpu, flag, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "on_cpu", lambda: cpu)

@@ -71,13 +71,15 @@ def is_mla(model: str) -> bool:
 
 
 def known(model: str) -> dict[str, Variant]:
-    """The variants of a model by name. On a GPU ZYFA prefills and the engine decodes."""
+    """The variants of a model by name. On a GPU ZYFA prefills and the engine decodes, but for int8, which it can't."""
     if is_mla(model):
         return _variants(PREFILL)  # the latent cache stays the engine's
-    return _variants((*(BOTH if on_cpu() else PREFILL), "--kv-cache-dtype", "fp8_e4m3"))
+    both, prefill, each = (_variants((*which, "--kv-cache-dtype", "fp8_e4m3")) for which in (BOTH, PREFILL, EACH))
+    return both if on_cpu() else prefill | {"int8": each["int8"]}
 
 
 PREFILL, BOTH = ("--prefill-attention-backend", "zyfa"), ("--attention-backend", "zyfa")
+EACH = (*PREFILL, "--decode-attention-backend", "zyfa")  # also beside a user's --attention-backend
 
 
 @functools.cache
