@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zyfa_backend import rotation
+from zyfa_backend.quantization import SMALLEST_NORMAL
 from zyfa_backend.scales import FEW_HEADROOM, FEW_TOKENS, HEADROOM, LARGEST, ScaleStore
 
 
@@ -50,7 +51,7 @@ class DeviceScales:
             factor = headroom or (HEADROOM if key.shape[0] >= FEW_TOKENS else FEW_HEADROOM)[form]
             largest = torch.where(live & values.isfinite(), values.abs(), 0).amax()
             found = (self._state[place] == 0) & (largest > 0)
-            scale.copy_(torch.where(found, largest * (factor / LARGEST[form]), scale))
+            scale.copy_(torch.where(found, (largest * (factor / LARGEST[form])).clamp_min(SMALLEST_NORMAL), scale))
             self._state[place].logical_or_(found)
             self._state[2 + place].copy_(scale[0])
         self._tokens = self._tokens or key.shape[0]

@@ -25,7 +25,7 @@ from zyfa_backend.workspace import buffer
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 INT8_NAN = -128
-_SMALLEST_NORMAL = 2.0**-126
+SMALLEST_NORMAL = 2.0**-126
 _UNPACK_CHUNK = 1 << 18  # elements
 _DTYPE = {"fp8_e4m3": torch.uint8, "int8": torch.int8}
 _LARGEST = {"fp8_e4m3": E4M3_MAX, "int8": INT8_MAX}
@@ -86,7 +86,7 @@ def quantize_q(q: torch.Tensor, config: AttentionConfig) -> Quantized:
     for rows in _chunks(q):
         x = rotate(q[rows], config.rotation)
         amax = x.abs().amax(-1)
-        part = (amax / _LARGEST[config.qk_format]).clamp_min_(_SMALLEST_NORMAL)
+        part = (amax / _LARGEST[config.qk_format]).clamp_min_(SMALLEST_NORMAL)
         part = torch.where(amax == 0, 1.0, part)
         scale[rows] = torch.where(torch.isfinite(amax), part, torch.nan)
         data[rows] = _encode(x, scale[rows].unsqueeze(-1), config.qk_format)
@@ -158,7 +158,7 @@ def calibrate_scale(
     for rows in _chunks(x):
         y = torch.nan_to_num(rotate(x[rows], rotation).abs(), nan=0.0, posinf=0.0)
         amax = torch.maximum(amax, y.amax(dim=(0, 2)))
-    return torch.where(amax == 0, 1.0, (amax * (headroom / _LARGEST[format])).clamp_min(_SMALLEST_NORMAL))
+    return torch.where(amax == 0, 1.0, (amax * (headroom / _LARGEST[format])).clamp_min(SMALLEST_NORMAL))
 
 
 def e4m3_encode(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from tests.engine.test_serving import (
     NEW_TOKENS,
     TINY_BOUNDS,
     check_close,
+    check_tokens,
     differences,
 )
 
@@ -130,9 +131,10 @@ def test_chunks_and_cached_prefixes_have_the_bits_of_the_whole(checkpoint, tmp_p
 def test_compiled_with_cuda_graphs(name: str, config: str, checkpoint, tmp_path) -> None:
     """Whole graphs for decode and pieces around prefill give what the same compiled model gives without graphs.
 
-    torch.compile itself rounds otherwise than the eager engine, as the matrix products of a batch do than those of one
-    request, and a code of FP8 is a step away at every tie: these are held to the bound of FP8. A request for the
-    prompt's log-probabilities reads no cached prefix, which for MLA would be the engine's FP8 of the latents.
+    torch.compile itself rounds otherwise than the eager engine, and a code of FP8 is a step away at every tie: those
+    two are held to the bound of FP8, and so is a batch of MLA requests, whose matrix products round otherwise than
+    those of one. A request for the prompt's log-probabilities reads no cached prefix, which for MLA would be the
+    engine's FP8 of the latents.
     """
     noise, bound = TINY_BOUNDS
     prompts = ragged_prompts(500, LENGTHS)
@@ -150,6 +152,8 @@ def test_compiled_with_cuda_graphs(name: str, config: str, checkpoint, tmp_path)
     check_close(found["graphs"], found["compiled"], noise)
     check_close(found["graphs"], found["eager"], bound)
     check_close(batch, found["graphs"], bound)
+    if not MODELS[name][2]:
+        check_tokens(batch, found["graphs"], noise)
 
 
 def test_nothing_waits_for_the_device(checkpoint, monkeypatch) -> None:

@@ -98,13 +98,24 @@ def test_error_is_that_of_the_specification(d, qk_format, block):
 @pytest.mark.parametrize("qk_format", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("peak", [1, 3, 12])
 def test_ones_give_exactly_one(p, qk_format, peak):
-    """Also of rows whose many small codes of P, e4m3's subnormals among them, are percents of the sum."""
+    """The sharper the peak, the more of the sum are small codes of P, e4m3's subnormals among them."""
     problem = Gaussian([700, 33000, 129, 1], 8, 2, qk_format=qk_format)
     problem.q_scale *= peak
     problem.v = torch.full_like(problem.v.float(), 2).to(torch.float8_e4m3fn)
     problem.v_scale.fill_(0.5)
     out, _ = problem.run(p=p)
     assert torch.equal(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("p", ["lean", "exact"])
+@pytest.mark.parametrize("qk_format", ["fp8_e4m3", "int8"])
+def test_each_run_has_the_same_bits(p, qk_format):
+    problem = Gaussian([700, 33000, 129, 1], 8, 2, qk_format=qk_format)
+    problem.q_scale *= 3
+    out, lse = problem.run(p=p)
+    for _ in range(8):
+        again, again_lse = problem.run(p=p)
+        assert torch.equal(again, out) and torch.equal(again_lse, lse)
 
 
 def test_agrees_with_prefill_up_to_the_order_of_sums():

@@ -20,7 +20,9 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-from zyfa_kernels.triton import hadamard  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from zyfa_kernels.triton import hadamard, rotate_quantize, rotate_quantize_kernel  # noqa: E402
 from zyfa_kernels.triton.rotate_quantize import (  # noqa: E402
     ArgumentError,
     rotate_quantize_q,
@@ -245,6 +247,67 @@ def test_write(dim, v_dim, form, layout):
         expected = torch.full(where.shape, 0x55, dtype=torch.uint8).flatten(0, 1)
         expected[slots[written]] = codes.view(torch.uint8)
         assert same_codes(where.cpu().flatten(0, 1), expected, kind)  # no other slot is touched
+
+
+def write_and_check(k, v, k_scale, v_scale, rotation):
+    """Codes and counts against the reference, one slot for each token; the counts."""
+    tokens, heads, dim = k.shape
+    caches = [torch.zeros(-(-tokens // 16), 16, heads, dim, dtype=torch.uint8, device=DEVICE) for _ in "kv"]
+    counts = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    rotate_quantize_write(
+        k.to(DEVICE), v.to(DEVICE), *caches, torch.arange(tokens, device=DEVICE), k_scale.to(DEVICE),
+        v_scale.to(DEVICE), rotation=rotation, saturated=counts, method=None if rotation == "none" else ORDERED,
+    )  # fmt: skip
+    found = []
+    for cache_, x, scale, turn in ((caches[0], k, k_scale, rotation), (caches[1], v, v_scale, "none")):
+        codes, clipped = quantize_kv(x, scale, "fp8_e4m3", turn, count_saturated=True)
+        assert same_codes(cache_.flatten(0, 1)[:tokens], codes, "fp8_e4m3")
+        found.append(clipped)
+    assert counts.tolist() == found
+    return found
+
+
+plain_bits = rotate_quantize_kernel._e4m3_bits
+
+
+@triton.jit
+def clamping(y):
+    return plain_bits(tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@pytest.fixture
+def saturating(monkeypatch):
+    """The form for GPUs whose conversion saturates, as NVIDIA's: the interpreter's gets one that does, too."""
+    if GPU:
+        return
+    monkeypatch.setattr(rotate_quantize_kernel, "_e4m3_bits", clamping)
+    device = rotate_quantize._Device(3, False, True, 1 << 20)
+    monkeypatch.setattr(rotate_quantize, "_device", lambda _: device)
+    monkeypatch.setattr(rotate_quantize, "_plans", {})
+
+
+@pytest.mark.usefixtures("saturating")
+@pytest.mark.parametrize("rotation", ["hadamard", "none"])
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-30, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e30])
+def test_values_whose_quotient_overflows_are_the_largest_code(size, scale, rotation):
+    k, v = ((torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(i)) * size).bfloat16() for i in (0, 1))
+    k[3, 1, 4], v[5, 0, 6], k[7, 0, 1], v[8, 1, 0] = torch.nan, torch.nan, torch.inf, -torch.inf
+    one = torch.tensor([scale])
+    write_and_check(k, v, one, one, rotation)
+
+
+@pytest.mark.usefixtures("saturating")
+@pytest.mark.parametrize("clipped", [(), (0,), (2999,), (700, 701)])
+def test_counts_of_few_clipped_values(clipped):
+    """Far more tiles than a program has; only those that clip one count."""
+    make = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(3000, 3, 64, generator=make).bfloat16() for _ in range(2))
+    for token in clipped:
+        k[token, 1, 5], v[token, 2, 7] = 1000.0, -1000.0
+    scale = torch.tensor([0.5])
+    found = write_and_check(k, v, scale, scale, "none")
+    assert found == [len(clipped)] * 2
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -289,7 +289,7 @@ def attend_kernel(
                 )
                 values = tl.load(rows[:, None] + d_v[None, :], mask=live[:, None], other=0)
                 p, factor, m, e = _softmax(s, m, e, c, delta, OFFSET, LEAN, not NATIVE, NATIVE, PTX)
-                # By the hardware: with bits moved by hand Triton 3.6 gave exact P other codes from run to run on sm_90.
+                # By the hardware: of bits moved by hand Triton 3.6 made other values in each run on sm_90, and NaN.
                 p = p.to(tl.float16)
                 o = tl.fma(o, factor[None, :], tl.dot(tl.trans(_values(values, False, NATIVE)), tl.trans(p)))
                 total = tl.fma(total, factor, tl.sum(p.to(tl.float32), 1))
