@@ -22,6 +22,14 @@ def test_scale_is_maximum_times_headroom_over_largest_code() -> None:
     torch.testing.assert_close(scales.v, torch.tensor([8.0, 4.0]) / 448)
 
 
+def test_scales_of_tiny_values_are_normal_numbers() -> None:
+    """A quotient by a subnormal scale overflows long before the value does."""
+    scales = LayerScales(2)
+    tiny = torch.full((200, 2, 64), 1e-39)
+    assert scales.calibrate(tiny, tiny, LEAN, None)
+    assert scales.k.tolist() == scales.v.tolist() == [2.0**-126] * 2
+
+
 def test_head_without_a_finite_value_waits_for_the_next_prefill() -> None:
     k = torch.ones(4, 2, 64)
     bad = k.clone()

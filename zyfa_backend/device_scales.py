@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from zyfa_backend import rotation
-from zyfa_backend.quantization import SMALLEST_NORMAL
-from zyfa_backend.scales import FEW_HEADROOM, FEW_TOKENS, HEADROOM, LARGEST, ScaleStore
+from zyfa_backend.scales import FEW_TOKENS, ScaleStore, calibrated
 
 
 class DeviceScales:
@@ -48,10 +47,9 @@ class DeviceScales:
         for place, (values, scale, form) in enumerate(
             ((turned, self.k, config.qk_format), (value.float(), self.v, config.v_format))
         ):
-            factor = headroom or (HEADROOM if key.shape[0] >= FEW_TOKENS else FEW_HEADROOM)[form]
             largest = torch.where(live & values.isfinite(), values.abs(), 0).amax()
             found = (self._state[place] == 0) & (largest > 0)
-            scale.copy_(torch.where(found, (largest * (factor / LARGEST[form])).clamp_min(SMALLEST_NORMAL), scale))
+            scale.copy_(torch.where(found, calibrated(largest, key.shape[0], form, headroom), scale))
             self._state[place].logical_or_(found)
             self._state[2 + place].copy_(scale[0])
         self._tokens = self._tokens or key.shape[0]

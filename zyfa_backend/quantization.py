@@ -28,7 +28,7 @@ INT8_NAN = -128
 SMALLEST_NORMAL = 2.0**-126
 _UNPACK_CHUNK = 1 << 18  # elements
 _DTYPE = {"fp8_e4m3": torch.uint8, "int8": torch.int8}
-_LARGEST = {"fp8_e4m3": E4M3_MAX, "int8": INT8_MAX}
+LARGEST = {"fp8_e4m3": E4M3_MAX, "int8": INT8_MAX}
 # Beyond these a value is more than half a step above the largest code: clamping changed it, not rounding.
 _CLIPPED_ABOVE = {"fp8_e4m3": 464.0, "int8": 127.5}
 
@@ -86,7 +86,7 @@ def quantize_q(q: torch.Tensor, config: AttentionConfig) -> Quantized:
     for rows in _chunks(q):
         x = rotate(q[rows], config.rotation)
         amax = x.abs().amax(-1)
-        part = (amax / _LARGEST[config.qk_format]).clamp_min_(SMALLEST_NORMAL)
+        part = (amax / LARGEST[config.qk_format]).clamp_min_(SMALLEST_NORMAL)
         part = torch.where(amax == 0, 1.0, part)
         scale[rows] = torch.where(torch.isfinite(amax), part, torch.nan)
         data[rows] = _encode(x, scale[rows].unsqueeze(-1), config.qk_format)
@@ -150,15 +150,15 @@ def calibrate_scale(
     x: [T, Hkv, D] as passed to `quantize_kv`, with the same rotation. Values that are not finite are left out, so that
     one bad token does not spoil a head for good; a head without a finite non-zero value gets 1.
     """
-    if format not in _LARGEST:
-        raise QuantizationError(f"format={format!r} has no scale; choose one of {', '.join(_LARGEST)}")
+    if format not in LARGEST:
+        raise QuantizationError(f"format={format!r} has no scale; choose one of {', '.join(LARGEST)}")
     if not headroom > 0:
         raise QuantizationError(f"headroom={headroom!r} is not accepted; it is positive")
     amax = torch.zeros(x.shape[1], device=x.device)
     for rows in _chunks(x):
         y = torch.nan_to_num(rotate(x[rows], rotation).abs(), nan=0.0, posinf=0.0)
         amax = torch.maximum(amax, y.amax(dim=(0, 2)))
-    return torch.where(amax == 0, 1.0, (amax * (headroom / _LARGEST[format])).clamp_min(SMALLEST_NORMAL))
+    return torch.where(amax == 0, 1.0, (amax * (headroom / LARGEST[format])).clamp_min(SMALLEST_NORMAL))
 
 
 def e4m3_encode(x: torch.Tensor) -> torch.Tensor:

@@ -11,15 +11,21 @@ import torch
 
 from zyfa_backend.config import AttentionConfig, ConfigError
 from zyfa_backend.dispatch import counters
+from zyfa_backend.quantization import LARGEST, SMALLEST_NORMAL
 
 logger = logging.getLogger("vllm.zyfa")
 
-LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}
 # e4m3 keeps its relative precision over 15 binades, so room above the maximum costs nothing; int8 loses it in full.
 HEADROOM = {"fp8_e4m3": 2.0, "int8": 1.25}
 # A few tokens say little about the largest value: a first prompt shorter than this leaves more room.
 FEW_TOKENS = 128
 FEW_HEADROOM = {"fp8_e4m3": 64.0, "int8": 4.0}
+
+
+def calibrated(largest: torch.Tensor, tokens: int, form: str, headroom: float | None) -> torch.Tensor:
+    """Scales, fp32, for the largest magnitudes of a first prompt of so many tokens; headroom: None for the usual."""
+    factor = headroom or (HEADROOM if tokens >= FEW_TOKENS else FEW_HEADROOM)[form]
+    return (largest * (factor / LARGEST[form])).clamp_min(SMALLEST_NORMAL)
 
 
 class LayerScales:
@@ -53,8 +59,7 @@ class LayerScales:
                 continue
             finite = torch.where(torch.isfinite(values), values, 0).abs().amax(dim=(0, 2)).to(torch.float32)
             ready = still_open & (finite > 0)
-            factor = headroom or (HEADROOM if values.shape[0] >= FEW_TOKENS else FEW_HEADROOM)[form]
-            scale.copy_(torch.where(ready, finite * (factor / LARGEST[form]), scale))
+            scale.copy_(torch.where(ready, calibrated(finite, values.shape[0], form, headroom), scale))
             still_open &= ~ready
         self.frozen = not bool((self._open_k | self._open_v).any())
         self.source = "calibrated"

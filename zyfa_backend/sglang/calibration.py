@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zyfa_backend.quantization import Quantized, quantize_kv
-from zyfa_backend.scales import FEW_TOKENS, LARGEST, LayerScales, ScaleStore
+from zyfa_backend.quantization import LARGEST, Quantized, quantize_kv
+from zyfa_backend.scales import FEW_TOKENS, LayerScales, ScaleStore
 
 MOST_PIECES = 256
 
