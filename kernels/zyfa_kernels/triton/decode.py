@@ -8,6 +8,7 @@ import torch
 
 from zyfa_kernels.triton import prefill_checks as checks
 from zyfa_kernels.triton.decode_call import DecodeCall
+from zyfa_kernels.triton.launcher import keep, prepared_for
 from zyfa_kernels.triton.prefill_checks import PrefillError
 from zyfa_kernels.triton.targets import target_of
 
@@ -83,19 +84,15 @@ def decode(
     tensors = (q_codes, q_scale, k_cache, v_cache, k_scale, v_scale, out, lse, block_table, seqlens_k)
     numbers = (softmax_scale, window, p, qk_format, offset, delta)
     facts = (*numbers, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
-    try:
-        prepared = _prepared.get(facts)
-    except TypeError:  # a number without a hash, which the checks name
-        prepared = None
+    prepared = prepared_for(facts, _prepared)
     if prepared is None or (q_codes.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         checks.check_scalars(*numbers)
         checks.check_operands(q_codes, k_cache, v_cache, qk_format, True, BLOCK_SIZES)
         checks.check_rows(q_codes, seqlens_k, block_table)
         checks.check_scales(q_codes, q_scale, k_scale, v_scale, k_cache.shape[2])
         checks.check_out(q_codes, v_cache.shape[-1], out, checks.OUT_DTYPES)
-        if len(_prepared) >= MOST_PREPARED:
-            _prepared.clear()
-        prepared = _prepared[facts] = DecodeCall(target_of(q_codes.device), tensors, numbers)
+        prepared = DecodeCall(target_of(q_codes.device), tensors, numbers)
+        keep(facts, prepared, _prepared, MOST_PREPARED)
     checks.check_longest("max_seqlen_k", max_seqlen_k, 0)
     checks.check_room(max_seqlen_k, block_table, k_cache)
     prepared.run(tensors, max_seqlen_k)

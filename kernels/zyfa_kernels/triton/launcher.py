@@ -10,6 +10,21 @@ import torch
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
+def prepared_for(key: tuple[Any, ...], prepared: dict[tuple[Any, ...], Any]) -> Any | None:
+    """What was prepared for a call's facts; None for facts without a hash, too, which the checks refuse by name."""
+    try:
+        return prepared.get(key)
+    except TypeError:
+        return None
+
+
+def keep(key: tuple[Any, ...], value: Any, prepared: dict[tuple[Any, ...], Any], most: int) -> None:
+    """Keep what was prepared, in place of all the others once there are `most`."""
+    if len(prepared) >= most:
+        prepared.clear()
+    prepared[key] = value
+
+
 class Launch:
     """A kernel with its constants, which are its last parameters.
 

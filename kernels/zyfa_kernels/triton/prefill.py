@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from zyfa_kernels.triton import prefill_checks as checks
+from zyfa_kernels.triton.launcher import keep, prepared_for
 from zyfa_kernels.triton.prefill_call import Call
 from zyfa_kernels.triton.prefill_checks import PrefillError
 from zyfa_kernels.triton.targets import target_of
@@ -124,10 +125,7 @@ def prefill(
         *numbers,
         *(x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors),
     )
-    try:
-        prepared = _prepared.get(facts)
-    except TypeError:  # a number without a hash, which the checks name
-        prepared = None
+    prepared = prepared_for(facts, _prepared)
     if prepared is None or (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         checks.check_scalars(softmax_scale, window, p, qk_format, offset, delta)
         checks.check_causal(causal)
@@ -139,9 +137,8 @@ def prefill(
         checks.check_out(q, dv, out, (*checks.OUT_DTYPES, torch.float8_e4m3fn))
         checks.check_out_scale_and_lse(q, out, out_scale, lse)
         checks.check_room(max_seqlen_k, block_table, k_cache)
-        if len(_prepared) >= MOST_PREPARED:
-            _prepared.clear()
-        prepared = _prepared[facts] = Call(target_of(q.device), tensors, numbers, WORKSPACE_BYTES)
+        prepared = Call(target_of(q.device), tensors, numbers, WORKSPACE_BYTES)
+        keep(facts, prepared, _prepared, MOST_PREPARED)
     prepared.run(tensors)
     return out, lse
 

@@ -24,6 +24,7 @@ import triton
 
 from . import hadamard
 from . import rotate_quantize_checks as checks
+from .launcher import keep, prepared_for
 from .rotate_quantize_checks import FORMATS, ArgumentError, Tensors
 from .rotate_quantize_kernel import rotate_quantize
 
@@ -188,14 +189,10 @@ def _launch(tensors: Tensors, *choices: Any) -> None:
     q, _, _, k, _, _, _, slots, *_ = tensors
     device = (k if q is None else q).device  # type: ignore[union-attr]
     key = (choices, *map(_layout, tensors, _OF_TOKENS))
-    try:
-        plan = _plans.get(key)
-    except TypeError:  # a choice without a hash, which the checks name
-        plan = None
+    plan = prepared_for(key, _plans)
     if plan is None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _plan(tensors, *choices)
+        plan = _plan(tensors, *choices)
+        keep(key, plan, _plans, MOST_PLANS)
     else:
         checks.tokens(tensors)
     q_tokens = 0 if q is None else q.shape[0]

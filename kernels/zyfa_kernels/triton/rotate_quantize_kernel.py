@@ -197,19 +197,27 @@ def _codes(
 
 
 @triton.jit
-def _clamped(y, scale, LARGEST: tl.constexpr, SATURATES: tl.constexpr):
-    """y within ±scale · LARGEST, NaN kept; y itself where the conversion saturates."""
+def _scaled(scale, CODE: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr):
+    """scale · CODE of each row, in the units of `_rotated`."""
+    return scale * (CODE / NORM if ROTATE == "dot" else CODE)
+
+
+@triton.jit
+def _clamped(
+    y, scale, LARGEST: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, SATURATES: tl.constexpr
+):  # fmt: skip
+    """`_rotated`'s y within ±scale · LARGEST, NaN kept; y itself where the conversion saturates."""
     if SATURATES:
         return y
     else:
-        bound = (scale * LARGEST)[:, None]
+        bound = _scaled(scale, LARGEST, NORM, ROTATE)[:, None]
         return tl.clamp(y, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _bounds(scale, written, CLIPPED: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr):
     """Beyond which `_rotated`'s values of each row are clipped: infinity for rows that are not written."""
-    return tl.where(written, scale * (CLIPPED / NORM if ROTATE == "dot" else CLIPPED), float("inf"))
+    return tl.where(written, _scaled(scale, CLIPPED, NORM, ROTATE), float("inf"))
 
 
 @triton.jit
@@ -282,14 +290,14 @@ def _write(
         y = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
         if COUNT:
             some |= tl.max(tl.abs(y), 1) > _bounds(scale, written, clipped, N0, ROTATE)
-        y = _clamped(y, scale, largest / N0 if ROTATE == "dot" else largest, SATURATES)
+        y = _clamped(y, scale, largest, N0, ROTATE, SATURATES)
         codes = _codes(y, scale, N0, ROTATE, INT8, NATIVE, SATURATES)
         _store(cache, target, written, cache_channel, codes, 0, D0, W0)
         if D1:
             y = _rotated(base, start, live, x_channel, m1, D0, D1, W1, N1, ROTATE, ROWS)
             if COUNT:
                 some |= tl.max(tl.abs(y), 1) > _bounds(scale, written, clipped, N1, ROTATE)
-            y = _clamped(y, scale, largest / N1 if ROTATE == "dot" else largest, SATURATES)
+            y = _clamped(y, scale, largest, N1, ROTATE, SATURATES)
             codes = _codes(y, scale, N1, ROTATE, INT8, NATIVE, SATURATES)
             _store(cache, target, written, cache_channel, codes, D0, D1, W1)
     if COUNT:
