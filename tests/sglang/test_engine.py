@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sglang.checkpoints import DEEPSEEK, checkpoint
 from zyfa_backend.compare.runner import read_kernels
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -98,25 +99,19 @@ def transformers_tokens(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory) -> Path:
-    from zyfa_backend.models.make import make
-
-    return Path(make("tiny-qwen3", tmp_path_factory.mktemp("models") / "tiny-qwen3")["path"])
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory) -> Path:
     """SGLang's rotary embedding for DeepSeek on a CPU is the scaled one of DeepSeek-V2-Lite, so the model gets it."""
-    from zyfa_backend.models.make import make
-
-    path = Path(make("tiny-deepseek-v2-dense", tmp_path_factory.mktemp("models") / "deepseek")["path"])
-    config = json.loads((path / "config.json").read_text())
-    config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
-    config["rope_scaling"] = {
+    scaling = {
         "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
         "original_max_position_embeddings": 4096,
     }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return checkpoint(
+        "tiny-deepseek-v2-dense", tmp_path_factory.mktemp("models"), **DEEPSEEK, rope_scaling=scaling
+    )
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.sglang.checkpoints import DEEPSEEK, checkpoint
 from zyfa_backend.compare.engines import SGLANG
 from zyfa_backend.compare.runner import read_kernels
 from zyfa_backend.compare.server import Server, free_port, server_environment
@@ -25,12 +24,14 @@ from zyfa_backend.compare.variants import Variant
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu, pytest.mark.slow]
 
-NEW_TOKENS, CHUNK = 16, 512
+NEW_TOKENS = 16
 LENGTHS = (300, 1, 17, 63, 64, 65, 129, 700, 1500)
+SOURCE = random.Random(0)
+PROMPTS = [[SOURCE.randrange(10, 490) for _ in range(length)] for length in LENGTHS]
 # Servers run side by side, and tiny models need little.
 SMALL = (
     "--max-total-tokens", "32768", "--mem-fraction-static", "0.4", "--max-running-requests", "16",
-    "--cuda-graph-max-bs-decode", "8", "--cuda-graph-max-bs-prefill", "256", "--chunked-prefill-size", str(CHUNK),
+    "--cuda-graph-max-bs-decode", "8", "--cuda-graph-max-bs-prefill", "256", "--chunked-prefill-size", "512",
 )  # fmt: skip
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 OWN, BOTH = ("--attention-backend", "triton"), ("--attention-backend", "zyfa", *FP8)
@@ -70,12 +71,6 @@ def difference(ours: Answers, theirs: Answers) -> float:
     return statistics.fmean(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
 
 
-def prompts() -> list[list[int]]:
-    """The first decides about the scales."""
-    source = random.Random(0)
-    return [[source.randrange(10, 490) for _ in range(length)] for length in LENGTHS]
-
-
 def ask(model: Path, folder: Path, name: str, args: tuple[str, ...]) -> Answers:
     port, place = free_port(), folder / name
     place.mkdir()
@@ -89,12 +84,11 @@ def ask(model: Path, folder: Path, name: str, args: tuple[str, ...]) -> Answers:
         return client._request("POST", "/generate", client._generate_body(ids, NEW_TOKENS, **more))
 
     with Server(command, env, place / "log", client.url, 300) as server:
-        one(prompts()[0])
-        alone = [one(ids) for ids in prompts()]
+        one(PROMPTS[0])  # decides about the scales
+        alone = [one(ids) for ids in PROMPTS]
         with ThreadPoolExecutor(len(LENGTHS)) as pool:
-            together = list(pool.map(one, prompts()))
-        twice = [one(prompts()[-1], -1, extra_key="shared") for _ in range(2)]
-        time.sleep(1)
+            together = list(pool.map(one, PROMPTS))
+        twice = [one(PROMPTS[-1], -1, extra_key="shared") for _ in range(2)]
         log = server.log_text()
     return Answers(alone, together, twice, read_kernels(place / "stats"), log)
 
@@ -105,18 +99,12 @@ def ask_all(model: Path, folder: Path, servers: dict[str, tuple[str, ...]]) -> d
         return {name: future.result() for name, future in running.items()}
 
 
-def make(name: str, folder: Path) -> Path:
-    from zyfa_backend.models.make import make as make_model
-
-    return Path(make_model(name, folder / name)["path"])
-
-
 def test_graphs_batches_pages_and_cached_prefixes_change_nothing(tmp_path) -> None:
     servers = {
         "own": OWN, "zyfa": BOTH, "eager": (*BOTH, "--disable-cuda-graph"), "pages": (*BOTH, "--page-size", "16"),
         "hybrid": HYBRID,
     }  # fmt: skip
-    found = ask_all(make("tiny-qwen3", tmp_path), tmp_path, servers)
+    found = ask_all(checkpoint("tiny-qwen3", tmp_path), tmp_path, servers)
     own, zyfa = found["own"], found["zyfa"]
     assert not own.kernels and 0 < difference(zyfa, own) <= BOUND and 0 < difference(found["hybrid"], own) <= BOUND
     for name in ("eager", "pages"):
@@ -137,10 +125,7 @@ def test_graphs_batches_pages_and_cached_prefixes_change_nothing(tmp_path) -> No
 
 
 def test_mla(tmp_path) -> None:
-    model = make("tiny-deepseek-v2-dense", tmp_path)
-    # What SGLang reads of a DeepSeek-V2 and transformers doesn't write.
-    config = json.loads((model / "config.json").read_text()) | {"moe_layer_freq": 1, "scoring_func": "softmax"}
-    (model / "config.json").write_text(json.dumps(config))
+    model = checkpoint("tiny-deepseek-v2-dense", tmp_path, **DEEPSEEK)
     found = ask_all(model, tmp_path, {"own": OWN, "zyfa": HYBRID})
     assert 0 < difference(found["zyfa"], found["own"]) <= BOUND
     assert "triton/fp8-mla-causal-lean" in found["zyfa"].kernels

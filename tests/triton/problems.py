@@ -35,6 +35,17 @@ class Batch:
         return [len(x.data) for x in self.k]
 
 
+def shares_of_heads(b: Batch) -> list[tuple[slice, Batch]]:
+    """What each of two ranks under tensor parallelism has of 4 query heads and 2 of keys: (query heads, its batch)."""
+    shares = []
+    for rank in range(2):
+        q_heads, kv_heads = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
+        q = [Quantized(x.data[:, q_heads], x.scale[:, q_heads], x.format) for x in b.q]
+        k, v = ([Quantized(x.data[:, kv_heads], x.scale[kv_heads], x.format) for x in xs] for xs in (b.k, b.v))
+        shares.append((q_heads, Batch(q, k, v, b.config)))
+    return shares
+
+
 def batch(
     lengths: list[tuple[int, int]],
     q_heads: int = 2,

@@ -14,7 +14,6 @@ import torch
 
 from tests.attention_cases import rows, same_bits
 from zyfa_backend.oracle import dequantize_fp64
-from zyfa_backend.quantization import Quantized
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
@@ -26,7 +25,7 @@ from zyfa_kernels.triton.decode import PrefillError, decode  # noqa: E402
 
 from tests.triton import specification  # noqa: E402
 from tests.triton.decoding import last_tokens, run_decode  # noqa: E402
-from tests.triton.problems import SCALE, Batch, expected, run, with_config  # noqa: E402
+from tests.triton.problems import SCALE, Batch, expected, run, shares_of_heads, with_config  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 RAGGED = [1, 130, 520]
@@ -271,11 +270,8 @@ def test_a_share_of_the_heads_has_the_bits_of_all():
     """Tensor parallelism: half of the query heads with their key-value heads, under the same scales."""
     b = last_tokens([300, 3], 4, 2, 64)
     out, lse = run_decode(b, device=DEVICE)
-    for share in range(2):
-        q_heads, kv_heads = slice(2 * share, 2 * share + 2), slice(share, share + 1)
-        q = [Quantized(x.data[:, q_heads], x.scale[:, q_heads], x.format) for x in b.q]
-        k, v = ([Quantized(x.data[:, kv_heads], x.scale[kv_heads], x.format) for x in xs] for xs in (b.k, b.v))
-        half, half_lse = run_decode(Batch(q, k, v, b.config), device=DEVICE)
+    for q_heads, share in shares_of_heads(b):
+        half, half_lse = run_decode(share, device=DEVICE)
         assert same_bits(half, out[:, q_heads].contiguous()) and same_bits(half_lse, lse[q_heads])
 
 
