@@ -64,11 +64,9 @@ compare() {
 
 steps=("$@")
 [ $# -gt 0 ] || steps=(tests prefill kernel write ${input:+captured} serving compare)
+known="tests sglang prefill kernel write captured serving compare"
 for step in "${steps[@]}"; do
-    case $step in
-        tests | sglang | prefill | kernel | write | captured | serving | compare) ;;
-        *) echo "there is no step '$step'; choose from tests sglang prefill kernel write captured serving compare" >&2 && exit 2 ;;
-    esac
+    [[ " $known " == *" $step "* ]] || { echo "there is no step '$step'; choose from $known" >&2 && exit 2; }
 done
 mkdir -p "$out" || exit
 failed=()

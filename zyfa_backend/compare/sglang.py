@@ -74,10 +74,12 @@ def known(model: str) -> dict[str, Variant]:
     """The variants of a model by name. On a GPU ZYFA prefills and the engine decodes, but for int8, which it can't."""
     if is_mla(model):
         return _variants(PREFILL)  # the latent cache stays the engine's
-    both, prefill, each = (_variants((*which, "--kv-cache-dtype", "fp8_e4m3")) for which in (BOTH, PREFILL, EACH))
-    return both if on_cpu() else prefill | {"int8": each["int8"]}
+    if on_cpu():
+        return _variants((*BOTH, *FP8))
+    return _variants((*PREFILL, *FP8)) | {"int8": _variants((*EACH, *FP8))["int8"]}
 
 
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 PREFILL, BOTH = ("--prefill-attention-backend", "zyfa"), ("--attention-backend", "zyfa")
 EACH = (*PREFILL, "--decode-attention-backend", "zyfa")  # also beside a user's --attention-backend
 
