@@ -18,11 +18,12 @@ def smollm2_hd128(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Each process of `pytest -n` keeps to one core, with the servers it starts: threads in each other's way spin."""
+    """Processes of `pytest -n` keep to cores of their own, with the servers they start: threads that share some spin."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+        number, workers = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        os.sched_setaffinity(0, cores[number % len(cores) :: workers])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

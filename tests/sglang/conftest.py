@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 ABSENT = "SGLang is not installed here; examples/setup_sglang_cpu.py makes an environment that has it"
-# Before SGLang is imported: it decides then which platform it runs on.
-if not any("cuda" in word for word in sys.argv):
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
 class _Skipped(pytest.Module):
@@ -51,4 +47,7 @@ def no_kernel_without_quantisation(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Before SGLang is imported: it decides then which platform it runs on.
+    if config.getoption("--device") == "cpu":
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     config.addinivalue_line("markers", "unquantised: of a cache in the model's dtype, which ZYFA serves on a CPU alone")
