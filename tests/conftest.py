@@ -18,12 +18,13 @@ def smollm2_hd128(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes of `pytest -n` keep to cores of their own, with the servers they start: threads that share some spin."""
+    """Processes of `pytest -n` share out the cores, also for their servers: threads in each other's way spin."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        number, workers = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        os.sched_setaffinity(0, cores[number % len(cores) :: workers])
+        workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        place = int(worker.removeprefix("gw")) % workers  # one that replaces another has a number beyond
+        os.sched_setaffinity(0, cores[place % len(cores) :: workers])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

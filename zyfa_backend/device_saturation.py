@@ -14,8 +14,8 @@ INTERVAL = 1.0  # seconds between looks of the host
 class DeviceSaturation:
     """`counts`, int64 [2] on `device`: K and V values of one layer that the cache's range cut off, since the start.
 
-    The kernel that writes the cache adds to it, in a captured graph as well. Where nothing saturates it takes 33.4 µs
-    for 31.8 of an H200 with 16,384 tokens of 8 heads (`zyfa bench --parts write`), where attention takes 2 ms; a
+    The kernel that writes the cache adds to it, in a captured graph as well. Where nothing saturates it takes 33.3 µs
+    for 31.5 of an H200 with 16,384 tokens of 8 heads (`zyfa bench --parts write`), where attention takes 2 ms; a
     program that meets a saturated value reads its share of the tokens again to count them. A look of the host,
     once in INTERVAL at most, costs a copy of 16 bytes behind the work and an event; the host reads the copy when it
     next looks, so that what saturates in the last steps before a pause is reported after it.
