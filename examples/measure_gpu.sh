@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What README says of vLLM on GPUs, measured on this machine: tests, what the kernels and a server do, what the text loses.
+# What README says of vLLM on GPUs, measured on this machine: tests, what kernels and a server do, what the text loses.
 # Needs vLLM, and ZYFA with its extras models and test, in the environment of PYTHON.
 #
 #     bash examples/measure_gpu.sh [STEP …]      # all: tests prefill kernel write captured serving compare
@@ -54,7 +54,8 @@ write() {
 }
 
 serving() {
-    zyfa bench --parts serving --models "$models" --serve lean,engine-fp8 --together --requests 4 --concurrency 2 --out "$out/serving"
+    zyfa bench --parts serving --models "$models" --serve lean,engine-fp8 --together \
+        --requests 4 --concurrency 2 --out "$out/serving"
 }
 
 compare() {

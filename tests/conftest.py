@@ -19,11 +19,10 @@ def smollm2_hd128(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Processes of `pytest -n` share out the cores, also for their servers: threads in each other's way spin."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        place = int(worker.removeprefix("gw")) % workers  # one that replaces another has a number beyond
+    worker = getattr(config, "workerinput", None)  # not the environment, which a pytest that a test starts inherits
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores, workers = sorted(os.sched_getaffinity(0)), worker["workercount"]
+        place = int(worker["workerid"].removeprefix("gw")) % workers  # one that replaces another has a number beyond
         os.sched_setaffinity(0, cores[place % len(cores) :: workers])
 
 

@@ -48,7 +48,7 @@ def no_kernel_without_quantisation(request: pytest.FixtureRequest) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before SGLang is imported: it decides then which platform it runs on.
-    if config.getoption("--device", "cpu") == "cpu":
+    if config.getoption("--device") == "cpu":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     else:
         os.environ.pop("SGLANG_USE_CPU_ENGINE", None)

@@ -112,19 +112,19 @@ def test_codes_of_prefill(kind, p, most, monkeypatch):
     """int8 scores are exact, so every code of P is prefill's: the results differ by the order of fp32 sums alone.
 
     Splits that begin from a maximum of their own have other codes, which moves the results of the three by 2.3%, 0.14%
-    and 0.044%. On a GPU the bounds are wider, for prefill's FP8 products keep 14 bits on Hopper: 0.02–0.03% on an H200.
+    and 0.044%. On a GPU two bounds are wider, for prefill's FP8 products keep 14 bits on Hopper: there the results
+    differ by 0.02–0.03%, and LSE by 1.3e-5 at most.
     """
     monkeypatch.setattr(decode_call, "most_splits", lambda heads: most)
     b = last_tokens([640], 1, 1, 64, with_config(qk_format="int8", probabilities=p), kind)
     out, lse = run_decode(b, device=DEVICE)
     want, want_lse = run(b, block=128, device=DEVICE)
+    assert float((out.double() - want.double()).abs().max()) <= 2**-10 * float(want.abs().max())
     if GPU:
         assert relative_rms(out.double(), want.double()) < 4e-4
-        assert float((lse - want_lse).abs().max()) < 1e-3
-        return
-    assert float((out.double() - want.double()).abs().max()) <= 2**-10 * float(want.abs().max())
-    assert float((out == want).float().mean()) > 0.97
-    assert float((lse - want_lse).abs().max()) < 1e-5
+    else:
+        assert float((out == want).float().mean()) > 0.97
+    assert float((lse - want_lse).abs().max()) < (5e-5 if GPU else 1e-5)
 
 
 @pytest.mark.parametrize(
