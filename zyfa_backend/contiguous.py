@@ -27,27 +27,15 @@ def attend(
     without those that are not finite; e4m3 by a power of two, so that a request's codes are the same beside others,
     but for values below 2^-13 of the call's largest.
     """
+    from zyfa_kernels.triton.head_scales import head_scales
     from zyfa_kernels.triton.prefill import prefill
-    from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_write
+    from zyfa_kernels.triton.rotate_quantize import rotate_quantize_packed
 
     numerics: dict[str, Any] = {"rotation": config.rotation, "qk_format": config.qk_format}
-    codes, q_scale = rotate_quantize_q(q, **numerics)
-    keys, heads, dim = k.shape
-    # A row's own scale is its largest rotated value over the format's; a row with a NaN has a NaN and does not count,
-    # nor does a row of zeros, whose scale is 1.
-    rows, row_scale = rotate_quantize_q(k, **numerics)
-    k_scale = torch.where((rows.view(torch.uint8) == 0).all(-1), 0.0, torch.nan_to_num(row_scale)).amax(0)
-    k_scale = torch.where(k_scale > 0, k_scale, 1.0)
-    if config.qk_format == "fp8_e4m3":
-        k_scale = _power_of_two(k_scale)
-    largest = torch.nan_to_num(v.abs().amax(-1).float(), posinf=0.0).amax(0)
-    v_scale = _power_of_two(torch.where(largest > 0, largest / 448, 1.0))
-    k_codes = torch.empty(1, keys, heads, dim, dtype=torch.uint8, device=k.device)
-    v_codes = torch.empty(1, keys, heads, v.shape[2], dtype=torch.uint8, device=k.device)
-    slots = torch.arange(keys, device=k.device)
-    rotate_quantize_write(k, v, k_codes, v_codes, slots, k_scale, v_scale, **numerics)
+    k_scale, v_scale = head_scales(k, v, **numerics)
+    q_codes, q_scale, k_codes, v_codes = rotate_quantize_packed(q, k, v, k_scale, v_scale, **numerics)
     out, lse = prefill(
-        codes, q_scale, k_codes[0], v_codes[0], k_scale, v_scale,
+        q_codes, q_scale, k_codes, v_codes, k_scale, v_scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=longest[0],
@@ -64,8 +52,3 @@ def attend(
     assert lse is not None
     return out, lse
 
-
-def _power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two from 2^-126 on that is not less than each positive fp32 scale."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(min=-126))

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from zyfa_kernels.triton.rotate_quantize import rotate_quantize_q, rotate_quantize_qkv, rotate_quantize_write
+from zyfa_kernels.triton.head_scales import head_scales
+from zyfa_kernels.triton.rotate_quantize import (
+    rotate_quantize_packed,
+    rotate_quantize_q,
+    rotate_quantize_qkv,
+    rotate_quantize_write,
+)
 
 from tests.attention_cases import rows
 from tests.triton.decoding import last_tokens, run_decode
@@ -75,12 +81,22 @@ def rotate_quantize(device: str, dim: int, qk_format: str = "fp8_e4m3", method: 
     return torch.cat([scale, fused]).cpu()
 
 
+def packed(device: str, qk_format: str) -> torch.Tensor:
+    """What MLA's prefill quantises, V beside K's channels without a position; its scales."""
+    make = torch.Generator().manual_seed(0)
+    q, k, kv = (torch.randn(n, 2, d, generator=make).half().to(device) for n, d in ((5, 192), (150, 192), (150, 256)))
+    scales = head_scales(k, kv[..., 128:], qk_format=qk_format)
+    _, q_scale, _, _ = rotate_quantize_packed(q, k, kv[..., 128:], *scales, qk_format=qk_format)
+    return torch.cat([q_scale.flatten(), *scales]).cpu()
+
+
 def launches(device: str) -> dict[str, Callable[[], torch.Tensor]]:
     found = {name: partial(prefill, device, **options) for name, options in PREFILLS.items()}
     found |= {name: partial(decode, device, **options) for name, options in DECODES.items()}
     found["rotate_quantize 128"] = partial(rotate_quantize, device, 128)
     found["rotate_quantize int8 192"] = partial(rotate_quantize, device, 192, "int8")
     found["rotate_quantize butterfly"] = partial(rotate_quantize, device, 64, method="butterfly")
+    found |= {f"packed {form}": partial(packed, device, form) for form in ("fp8_e4m3", "int8")}
     return found
 
 

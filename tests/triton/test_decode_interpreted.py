@@ -1,4 +1,4 @@
-"""Runs decode's and vLLM's GPU tests under Triton's interpreter, in processes of their own: it is chosen on import."""
+"""Runs GPU tests under Triton's interpreter, in processes of their own: it is chosen on import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests run on the GPU itself")
-@pytest.mark.parametrize("name", ["test_decode.py", "test_vllm_gpu.py"])
+@pytest.mark.parametrize("name", ["test_decode.py", "test_packed.py", "test_vllm_gpu.py"])
 def test_under_the_interpreter(name):
     if name == "test_vllm_gpu.py":
         pytest.importorskip("vllm")

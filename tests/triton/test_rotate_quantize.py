@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from zyfa_kernels.triton import hadamard, rotate_quantize, rotate_quantize_kernel  # noqa: E402
+from zyfa_kernels.triton import hadamard, quantize_device, rotate_quantize, rotate_quantize_kernel  # noqa: E402
 from zyfa_kernels.triton.rotate_quantize import (  # noqa: E402
     ArgumentError,
     rotate_quantize_q,
@@ -281,8 +281,8 @@ def saturating(monkeypatch):
     if GPU:
         return
     monkeypatch.setattr(rotate_quantize_kernel, "_e4m3_bits", clamping)
-    device = rotate_quantize._Device(3, False, True, 1 << 20)
-    monkeypatch.setattr(rotate_quantize, "_device", lambda _: device)
+    device = quantize_device.Device(3, False, True, 1 << 20)
+    monkeypatch.setattr(rotate_quantize, "device_of", lambda _: device)
     monkeypatch.setattr(rotate_quantize, "_plans", {})
 
 

@@ -29,7 +29,7 @@ constants = dict(
     Q_HEADS=32, KV_HEADS=8, D0=dim, W0=width(dim), N0=dim**-0.5, D1=second, W1=width(second or 1),
     N1=(second or 1)**-0.5, DV=128, WV=128, ROTATE=chosen["rotate"], INT8=chosen["int8"], NATIVE=target != "gfx942",
     SATURATES=target.startswith("sm"),
-    COUNT=chosen["count"], BLOCK=16, ROWS=64, STAGES=1,
+    COUNT=chosen["count"], BLOCK=chosen.get("block", 16), ROWS=64, STAGES=1,
 )
 constants |= {name: 1 for name in kernel.arg_names if name.endswith("_channel")}
 types = {
@@ -55,6 +55,7 @@ CASES = {
     "hadamard": dict(dim=128, second=0, rotate="dot", int8=False, count=False),
     "int8 mla counted": dict(dim=128, second=64, rotate="dot", int8=True, count=True),
     "butterfly": dict(dim=64, second=0, rotate="butterfly", int8=False, count=False),
+    "mla packed": dict(dim=128, second=64, rotate="dot", int8=False, count=False, block=0),
     "96 wide": dict(dim=96, second=0, rotate="dot", int8=False, count=False),
 }
 # What the product of a rotation and the conversion of two floats to codes become; no conversion to OCP e4m3 on gfx942.

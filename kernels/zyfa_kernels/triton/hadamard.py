@@ -37,6 +37,18 @@ def matrices(dim: int, kind: str, dtype: torch.dtype, device: torch.device) -> t
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def tables(dim: int, turn: str, kind: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What a kernel reads for each block: the padded matrix for "dot", signs for "butterfly"; a zero for "none"."""
+    if turn == "none":
+        return (torch.zeros(1, device=device),)
+    if turn == "dot":
+        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
+        return matrices(dim, kind, torch.float32 if device.type == "cpu" else dtype, device)
+    of_channels = signs(dim) if kind == "signed" else torch.ones(dim)
+    return tuple(part.contiguous().to(device) for part in of_channels.split(BLOCKS[dim]))
+
+
 def signs(dim: int) -> torch.Tensor:
     """The ±1 of "signed", fp32 [dim], from a hash so that every version and machine has the same."""
     bits = int.from_bytes(hashlib.sha256(f"zyfa-rotation-signs-{dim}".encode()).digest(), "big")

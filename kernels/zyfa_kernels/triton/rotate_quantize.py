@@ -13,24 +13,24 @@ Codes are OCP e4m3fn on every GPU, on AMD's gfx942 too, whose own matrix units r
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
 import torch
-import triton
 
 from . import hadamard
 from . import rotate_quantize_checks as checks
 from .launcher import keep, prepared_for
-from .rotate_quantize_checks import FORMATS, ArgumentError, Tensors
+from .quantize_device import device_of, on
+from .rotate_quantize_checks import ArgumentError, Tensors
 from .rotate_quantize_kernel import rotate_quantize
 
-__all__ = ["ArgumentError", "Tile", "rotate_quantize_q", "rotate_quantize_qkv", "rotate_quantize_write"]
+__all__ = [
+    "ArgumentError", "Tile", "rotate_quantize_packed", "rotate_quantize_q", "rotate_quantize_qkv",
+    "rotate_quantize_write",
+]  # fmt: skip
 
-METHODS = ("dot", "butterfly")
 ROWS = 64
 MOST_PLANS = 1024
 SYSTEM_SHARED = 1024  # bytes that CUDA takes of each program's shared memory
@@ -162,6 +162,37 @@ def rotate_quantize_qkv(
     return out, scale
 
 
+def rotate_quantize_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    rotation: str | None = "hadamard",
+    qk_format: str = "fp8_e4m3",
+    method: str | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rotate_quantize_q` and `rotate_quantize_write` in one launch, where K and V go to no cache.
+
+    q: [T, Hq, D], k: [Tk, Hkv, D], v: [Tk, Hkv, Dv], of one dtype. Everything else as in the two functions.
+    Returns (codes of q, scale [T, Hq], codes of k, codes of v), the codes uint8, of int8 Q and K int8. Raises
+    ArgumentError.
+    """
+    checks.tensors(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.input(name, x)
+    checks.expect("k", k, (k.shape[0], k.shape[1], q.shape[2]), (q.dtype,), q.device)
+    checks.expect("v", v, (*k.shape[:2], v.shape[2]), (q.dtype,), q.device)
+    out, scale = _outputs(q, qk_format, None, None)
+    k_codes = torch.empty(k.shape, dtype=out.dtype, device=k.device)
+    v_codes = torch.empty(v.shape, dtype=torch.uint8, device=k.device)
+    cache = (_bytes(k_codes), v_codes, None, k_scale, v_scale, None)
+    _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, method, tile)
+    return out, scale, k_codes, v_codes
+
+
 @dataclass(frozen=True)
 class _Plan:
     """A checked call: what is passed to the kernel after the tensors and the numbers of tokens, and how it runs."""
@@ -196,7 +227,7 @@ def _launch(tensors: Tensors, *choices: Any) -> None:
     else:
         checks.tokens(tensors)
     q_tokens = 0 if q is None else q.shape[0]
-    kv_tokens = 0 if slots is None else slots.shape[0]
+    kv_tokens = 0 if k is None else (k if slots is None else slots).shape[0]
     rows = plan.tile.rows
     tiles = -(-q_tokens * plan.q_heads // rows) + 2 * -(-kv_tokens * plan.kv_heads // rows)
     if tiles == 0:
@@ -204,7 +235,7 @@ def _launch(tensors: Tensors, *choices: Any) -> None:
     grid = (min(tiles, plan.processors * plan.tile.programs), 1, 1)
     pointers = (plan.tables[0] if t is None else t for t in tensors)  # the kernel doesn't touch what is left out
     arguments = (*pointers, *plan.tables, q_tokens, kv_tokens, *plan.after)
-    with _on(device):
+    with on(device):
         if plan.compiled:
             plan.compiled[0][grid](*arguments)
             return
@@ -217,7 +248,7 @@ def _launch(tensors: Tensors, *choices: Any) -> None:
 def _layout(tensor: torch.Tensor | None, of_tokens: bool) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
-    shape = tensor.shape[1:] if of_tokens else tensor.shape
+    shape = tensor.shape[1:] if of_tokens or tensor.dim() == 3 else tensor.shape  # packed codes are of tokens, too
     return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 
@@ -229,28 +260,28 @@ def _plan(
     x = k if q is None else q
     assert x is not None
     dim, device, v_dim, kv_heads = x.shape[2], x.device, x.shape[2], 0
-    blocks, turn = _rotation(x, rotation, method)
-    if qk_format not in FORMATS:
-        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    blocks, turn = checks.rotation(x, rotation, method)
+    checks.form(qk_format)
     if tile is not None and not isinstance(tile, Tile):
         raise ArgumentError(f"tile={tile!r} is not accepted; a Tile or None")
     if k is not None:
-        assert v is not None and k_cache is not None and v_cache is not None and slots is not None
+        assert v is not None and k_cache is not None and v_cache is not None
         assert k_scale is not None and v_scale is not None
         kv_heads, v_dim = k.shape[1], v.shape[2]
-        checks.cache("k_cache", k_cache, k, k_cache)
-        checks.cache("v_cache", v_cache, v, k_cache)
-        checks.slots(slots, k)
+        if slots is not None:
+            checks.cache("k_cache", k_cache, k, k_cache)
+            checks.cache("v_cache", v_cache, v, k_cache)
+            checks.slots(slots, k)
         checks.scale("k_scale", k_scale, k)
         checks.scale("v_scale", v_scale, k)
         checks.saturated(saturated, device)
     checks.tokens(tensors)
-    stats = _device(device)
-    tables = _tables(dim, turn, rotation, x.dtype, device)
+    stats = device_of(device)
+    tables = hadamard.tables(dim, turn, rotation, x.dtype, device)
     widths = [hadamard.padded(order) for order in blocks] + [1]
     norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
     matrix = sum(width**2 for width in widths[:-1]) if turn == "dot" else 0
-    tile = tile or _default_tile(matrix, sum(widths[:-1]), x.element_size(), stats.shared)
+    tile = tile or default_tile(matrix, sum(widths[:-1]), x.element_size(), stats.shared)
     after = (
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
@@ -258,13 +289,13 @@ def _plan(
         0 if q is None else q.shape[1], kv_heads, blocks[0], widths[0], norms[0],
         blocks[1] if len(blocks) > 1 else 0, widths[1], norms[1], v_dim, hadamard.padded(v_dim),
         turn, qk_format == "int8", stats.native_e4m3, stats.saturates, saturated is not None,
-        1 if k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
+        0 if slots is None or k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
     )  # fmt: skip
     both = (tables[0], tables[-1])
     return _Plan(both, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
 
 
-def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
+def default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
     """Four stages, the fastest on an H200, or as many as let two programs share a multiprocessor.
 
     matrix, row: elements of the rotation's matrices and of a row; size: bytes of an element; shared: bytes that one
@@ -278,68 +309,10 @@ def _default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
     return Tile(stages=next((n for n in (4, 3, 2) if 2 * used(n) <= shared), 2 if used(2) <= shared else 1))
 
 
-def _rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
-    """(orders of the diagonal blocks, the kernel's ROTATE)."""
-    dim = x.shape[2]
-    if rotation not in (None, *hadamard.ROTATIONS):
-        raise ArgumentError(f"rotation={rotation!r} is not accepted; choose one of {', '.join(hadamard.ROTATIONS)}")
-    if method not in (None, *METHODS):
-        raise ArgumentError(f"method={method!r} is not accepted; choose one of {', '.join(METHODS)}")
-    if rotation in (None, "none"):
-        return (dim,), "none"
-    if dim not in hadamard.BLOCKS:
-        accepted = ", ".join(map(str, hadamard.BLOCKS))
-        raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
-    if method == "butterfly" and dim == 96:
-        raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
-    return hadamard.BLOCKS[dim], method or ("butterfly" if x.dtype == torch.float32 and dim != 96 else "dot")
-
-
-@lru_cache(maxsize=64)
-def _tables(dim: int, turn: str, rotation: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What the kernel reads for each diagonal block: the padded matrix for "dot", signs for "butterfly"."""
-    if turn == "none":
-        return (torch.zeros(1, device=device),)
-    if turn == "dot":
-        # Triton's interpreter, which a CPU means, multiplies bf16 wrongly.
-        return hadamard.matrices(dim, rotation, torch.float32 if device.type == "cpu" else dtype, device)
-    signs = hadamard.signs(dim) if rotation == "signed" else torch.ones(dim)
-    return tuple(part.contiguous().to(device) for part in signs.split(hadamard.BLOCKS[dim]))
-
-
-@dataclass(frozen=True)
-class _Device:
-    """processors; whether it converts to OCP e4m3 itself, and saturates then; bytes of shared memory for a program."""
-
-    processors: int
-    native_e4m3: bool
-    saturates: bool
-    shared: int
-
-
-@lru_cache(maxsize=16)
-def _device(device: torch.device) -> _Device:
-    if device.type == "cpu":  # Triton's interpreter
-        return _Device(1, False, False, 1 << 20)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        native = properties.gcnArchName.startswith(("gfx95", "gfx12"))
-    else:
-        native = (properties.major, properties.minor) >= (8, 9)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    # PTX converts to e4m3 only with .satfinite.
-    return _Device(properties.multi_processor_count, native, native and not torch.version.hip, shared)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
 def _strides(tensor: torch.Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if tensor is None else tensor.stride()
+    """The last `count` strides; 0 in front of what a packed cache has, which is no blocks, and of nothing."""
+    strides = () if tensor is None else tensor.stride()
+    return (0,) * (count - len(strides)) + strides
 
 
 def _scale_stride(scale: torch.Tensor | None) -> tuple[int]:
@@ -354,8 +327,7 @@ def _bytes(codes: torch.Tensor) -> torch.Tensor:
 def _outputs(
     q: torch.Tensor, qk_format: str, out: torch.Tensor | None, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if qk_format not in FORMATS:
-        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+    checks.form(qk_format)
     accepted = (torch.int8,) if qk_format == "int8" else (torch.uint8, torch.float8_e4m3fn)
     if out is None:
         out = torch.empty(q.shape, dtype=accepted[0], device=q.device)

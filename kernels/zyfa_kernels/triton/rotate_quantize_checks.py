@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from . import hadamard
+
 Tensors = tuple[torch.Tensor | None, ...]
 FORMATS = ("fp8_e4m3", "int8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+METHODS = ("dot", "butterfly")
 LARGEST_DIM = 256
 
 
@@ -21,7 +24,7 @@ def tokens(tensors: Tensors) -> None:
     q, out, q_scale, k, v, _, _, slots, *_ = tensors
     if q is not None and not q.shape[0] == out.shape[0] == q_scale.shape[0]:  # type: ignore[union-attr]
         raise ArgumentError(f"out and scale have {out.shape[0]} and {q_scale.shape[0]} tokens, q has {q.shape[0]}")  # type: ignore[union-attr]
-    if k is not None and not slots.shape[0] <= k.shape[0] == v.shape[0]:  # type: ignore[union-attr]
+    if slots is not None and not slots.shape[0] <= k.shape[0] == v.shape[0]:  # type: ignore[union-attr]
         raise ArgumentError(
             f"k and v have {k.shape[0]} and {v.shape[0]} tokens, slot_mapping has {slots.shape[0]}; "  # type: ignore[union-attr]
             f"expected as many of k as of v, and no more slots"
@@ -87,3 +90,25 @@ def saturated(saturated: torch.Tensor | None, device: torch.device) -> None:
         expect("saturated", saturated, (2,), (torch.int64,), device)
         if saturated.stride(0) != 1:
             raise ArgumentError("saturated has a stride; expected two counters side by side")
+
+
+def form(qk_format: str) -> None:
+    if qk_format not in FORMATS:
+        raise ArgumentError(f"qk_format={qk_format!r} is not accepted; choose one of {', '.join(FORMATS)}")
+
+
+def rotation(x: torch.Tensor, rotation: str | None, method: str | None) -> tuple[tuple[int, ...], str]:
+    """(orders of the blocks on the rotation's diagonal, the kernels' ROTATE). x: [T, H, D]."""
+    dim = x.shape[2]
+    if rotation not in (None, *hadamard.ROTATIONS):
+        raise ArgumentError(f"rotation={rotation!r} is not accepted; choose one of {', '.join(hadamard.ROTATIONS)}")
+    if method not in (None, *METHODS):
+        raise ArgumentError(f"method={method!r} is not accepted; choose one of {', '.join(METHODS)}")
+    if rotation in (None, "none"):
+        return (dim,), "none"
+    if dim not in hadamard.BLOCKS:
+        accepted = ", ".join(map(str, hadamard.BLOCKS))
+        raise ArgumentError(f"no rotation for head dimension {dim}; accepted: {accepted}")
+    if method == "butterfly" and dim == 96:
+        raise ArgumentError('method="butterfly" has no head dimension 96, which is no power of two; use "dot"')
+    return hadamard.BLOCKS[dim], method or ("butterfly" if x.dtype == torch.float32 and dim != 96 else "dot")

@@ -64,6 +64,16 @@ def _rows(base, tile, token_stride, head_stride, HEADS: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
+def _slots(slots, tile, live, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Where each row of a tile is written, negative: nowhere. Without blocks tokens keep their places."""
+    token = _tokens(tile, HEADS, ROWS)
+    if BLOCK:
+        return tl.load(slots + token, mask=live, other=-1).to(tl.int32)
+    else:
+        return tl.where(live, token, -1)
+
+
+@triton.jit
 def _load(base, start, live, stride, FIRST: tl.constexpr, ORDER: tl.constexpr, WIDTH: tl.constexpr):
     """Channels FIRST … FIRST + ORDER of rows that begin at base + start; zeros beyond and in rows that don't live."""
     channel = tl.arange(0, WIDTH)
@@ -224,14 +234,14 @@ def _bounds(scale, written, CLIPPED: tl.constexpr, NORM: tl.constexpr, ROTATE: t
 def _count(
     x, slots, scales, scale_stride, saturated, m0, m1, before, count, x_token, x_head, x_channel,
     HEADS: tl.constexpr, D0: tl.constexpr, W0: tl.constexpr, N0: tl.constexpr, D1: tl.constexpr, W1: tl.constexpr,
-    N1: tl.constexpr, ROTATE: tl.constexpr, CLIPPED: tl.constexpr, ROWS: tl.constexpr,
+    N1: tl.constexpr, ROTATE: tl.constexpr, CLIPPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds to `saturated` how many values of this program's tiles are clipped, as one number."""
     beyond = tl.full((ROWS,), 0, tl.int32)  # of one row in each of the tiles
     for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=1):
         live = tl.arange(0, ROWS) < count - tile * ROWS
         scale = tl.load(scales + _heads(tile, HEADS, ROWS) * scale_stride, mask=live, other=1.0)
-        written = tl.load(slots + _tokens(tile, HEADS, ROWS), mask=live, other=-1) >= 0
+        written = _slots(slots, tile, live, HEADS, BLOCK, ROWS) >= 0
         base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
         y = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
         beyond += tl.sum((tl.abs(y) > _bounds(scale, written, CLIPPED, N0, ROTATE)[:, None]).to(tl.int32), 1)
@@ -281,10 +291,13 @@ def _write(
     for tile in tl.range(_first_tile(before), tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         live = tl.arange(0, ROWS) < count - tile * ROWS
         head = _heads(tile, HEADS, ROWS)
-        slot = tl.load(slots + _tokens(tile, HEADS, ROWS), mask=live, other=-1).to(tl.int32)
+        slot = _slots(slots, tile, live, HEADS, BLOCK, ROWS)
         scale = tl.load(scales + head * scale_stride, mask=live, other=1.0)
         base, start = _rows(x, tile, x_token, x_head, HEADS, ROWS)
-        target = (slot // BLOCK).to(tl.int64) * cache_block + (slot % BLOCK).to(tl.int64) * cache_slot
+        if BLOCK:
+            target = (slot // BLOCK).to(tl.int64) * cache_block + (slot % BLOCK).to(tl.int64) * cache_slot
+        else:
+            target = slot.to(tl.int64) * cache_slot
         target += head.to(tl.int64) * cache_head
         written = slot >= 0
         y = _rotated(base, start, live, x_channel, m0, 0, D0, W0, N0, ROTATE, ROWS)
@@ -305,7 +318,7 @@ def _write(
         if tl.max(some.to(tl.int32), 0) > 0:
             _count(
                 x, slots, scales, scale_stride, saturated, m0, m1, before, count, x_token, x_head, x_channel, HEADS,
-                D0, W0, N0, D1, W1, N1, ROTATE, clipped, ROWS,
+                D0, W0, N0, D1, W1, N1, ROTATE, clipped, BLOCK, ROWS,
             )  # fmt: skip
 
 
@@ -321,7 +334,8 @@ def rotate_quantize(
 ):  # fmt: skip
     """Q [q_tokens, Q_HEADS, D] to codes and scales, K and V [kv_tokens, KV_HEADS, …] to the cache; no heads: left out.
 
-    D = D0 + D1 are the blocks of the rotation, W0 and W1 their widths as powers of two, N0 and N1 their factors.
+    D = D0 + D1 are the blocks of the rotation, W0 and W1 their widths as powers of two, N0 and N1 their factors. BLOCK
+    is 0 where K and V keep their places and no slots are read.
     """
     before = 0
     m0 = _matrix(table0, ROTATE, W0)  # once for Q and K
