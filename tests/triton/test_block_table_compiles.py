@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.triton.compiling import compile_for, run_script
 
 pytest.importorskip("triton")
 
@@ -16,12 +13,7 @@ CASES = ((False, False), (True, False), (False, True), (True, True))
 
 
 def compile_all() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from zyfa_kernels.triton.block_table import TILE, _list_kernel
-
-    from tests.triton.compile_prefill import TARGETS
 
     for target in ("sm_90", "gfx950", "gfx942"):
         for mapped, packed in CASES:
@@ -30,21 +22,12 @@ def compile_all() -> None:
             constants |= {} if mapped else {"mapping": None}
             constants |= {} if packed else {"first": None}
             types = dict(slots="*i32", rows="*i64", mapping="*i64", first="*i32", lengths="*i32", out="*i32")
-            signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in _list_kernel.arg_names}
-            made = triton.compile(ASTSource(_list_kernel, signature, constants), target=GPUTarget(*TARGETS[target]))
-            assert made.asm
+            assert compile_for(target, _list_kernel, constants, types).asm
             print("compiled", target, mapped, packed)
 
 
 def test_compiles() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("compiled") == 3 * len(CASES)
+    assert run_script(__file__).count("compiled") == 3 * len(CASES)
 
 
 if __name__ == "__main__":

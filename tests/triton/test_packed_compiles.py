@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.triton.compiling import compile_for, run_script
 
 pytest.importorskip("triton")
 
@@ -16,13 +14,8 @@ SHARED = {"sm_90": 227 << 10, "gfx950": 160 << 10, "gfx942": 64 << 10}  # bytes 
 
 
 def compile_all() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from zyfa_kernels.triton.head_scales import maxima_kernel, scales_kernel
     from zyfa_kernels.triton.rotate_quantize import default_tile
-
-    from tests.triton.compile_prefill import TARGETS
 
     mla = dict(
         k_token=16 * 192, k_head=192, k_channel=1, v_token=16 * 256, v_head=256, v_channel=1, D0=128, W0=128,
@@ -34,10 +27,7 @@ def compile_all() -> None:
         kinds += [(scales_kernel, {"PROGRAMS": 512, "INT8": int8}, 1) for int8 in (False, True)]
         for kernel, constants, warps in kinds:
             types = dict(k="*bf16", v="*bf16", table0="*bf16", table1="*bf16", largest="*i32", scale="*fp32")
-            signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-            attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
-            source = ASTSource(kernel, signature, constants, attrs=attributes)
-            made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
+            made = compile_for(target, kernel, constants, types, aligned=True, num_warps=warps)
             print("compiled", target, kernel.__name__, made.metadata.shared, flush=True)
             if target.startswith("gfx"):
                 assert re.search(r"ScratchSize: 0\b", made.asm["amdgcn"]), target
@@ -46,14 +36,7 @@ def compile_all() -> None:
 
 
 def test_compiles() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("compiled") == 3 * len(SHARED)
+    assert run_script(__file__).count("compiled") == 3 * len(SHARED)
 
 
 if __name__ == "__main__":

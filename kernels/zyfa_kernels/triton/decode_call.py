@@ -9,7 +9,7 @@ import torch
 import triton
 
 from zyfa_kernels.triton.decode_kernel import attend_kernel, combine_kernel, maxima_kernel
-from zyfa_kernels.triton.launcher import Launch
+from zyfa_kernels.triton.launcher import Launch, on
 from zyfa_kernels.triton.targets import Target
 from zyfa_kernels.triton.transpose import TILE
 
@@ -85,11 +85,9 @@ class DecodeCall:
         if self.without_keys or max_seqlen_k == 0:
             out.zero_()
             lse.fill_(-math.inf)
-        elif self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                self._run(tensors, max_seqlen_k)
         else:
-            self._run(tensors, max_seqlen_k)
+            with on(self.device):
+                self._run(tensors, max_seqlen_k)
 
     def _run(self, tensors: tuple[Any, ...], longest: int) -> None:
         q, q_scale, k, v, k_scale, v_scale, out, lse, block_table, seqlens_k = tensors

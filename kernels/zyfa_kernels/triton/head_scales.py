@@ -6,7 +6,6 @@ head takes the largest of those. Nothing is added up, so the order does not matt
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ import triton.language as tl
 
 from . import hadamard
 from . import rotate_quantize_checks as checks
-from .launcher import Launch, keep, prepared_for
-from .quantize_device import device_of, on
-from .rotate_quantize import ROWS, default_tile
+from .launcher import Launch, keep, on, prepared_for
+from .quantize_device import device_of
+from .rotate_quantize import ROWS, Turn
 from .rotate_quantize_kernel import (
     E4M3_MAX,
     INF_BITS,
@@ -64,20 +63,14 @@ class _Prepared:
     """Both kernels for tensors of a layout, whatever their tokens."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, rotation: str | None, qk_format: str) -> None:
-        blocks, turn = checks.rotation(k, rotation, None)
+        blocks, kind = checks.rotation(k, rotation, None)
         checks.form(qk_format)
-        device, (heads, dim), v_dim = device_of(k.device), k.shape[1:], v.shape[2]
-        found = hadamard.tables(dim, turn, rotation or "none", k.dtype, k.device)
-        self.tables = found[0], found[-1]
-        self.heads = heads
-        self.most = max(1, device.processors * PROGRAMS // heads)
-        widths = [hadamard.padded(order) for order in blocks] + [1]
-        norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
-        matrix = sum(width**2 for width in widths[:-1]) if turn == "dot" else 0
-        stages = default_tile(matrix, sum(widths[:-1]), k.element_size(), device.shared).stages
+        device, v_dim = device_of(k.device), v.shape[2]
+        turn = Turn(k, blocks, kind, rotation, device.shared)
+        self.tables, self.heads = turn.tables, k.shape[1]
+        self.most = max(1, device.processors * PROGRAMS // self.heads)
         constants = (
-            *k.stride(), *v.stride(), blocks[0], widths[0], norms[0], blocks[1] if len(blocks) > 1 else 0, widths[1],
-            norms[1], v_dim, hadamard.padded(v_dim), turn, ROWS, stages,
+            *k.stride(), *v.stride(), *turn.constants, v_dim, hadamard.padded(v_dim), kind, ROWS, turn.tile.stages,
         )  # fmt: skip
         self.maxima = Launch(maxima_kernel, constants, {}, (k.device, k.dtype), num_warps=4)
         constants = (hadamard.padded(self.most), qk_format == "int8")

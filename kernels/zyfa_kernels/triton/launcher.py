@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ def keep(key: tuple[Any, ...], value: Any, prepared: dict[tuple[Any, ...], Any],
     if len(prepared) >= most:
         prepared.clear()
     prepared[key] = value
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Where kernels are launched on a device, which Triton takes to be the current one."""
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class Launch:

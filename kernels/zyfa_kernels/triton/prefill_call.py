@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from zyfa_kernels.triton.launcher import Launch
+from zyfa_kernels.triton.launcher import Launch, on
 from zyfa_kernels.triton.prefill_kernel import prefill_kernel
 from zyfa_kernels.triton.targets import Target
 from zyfa_kernels.triton.transpose import TILE, transpose_kernel
@@ -65,10 +65,7 @@ class Call:
                 tensors[8].fill_(-math.inf)
         if self.empty:
             return
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                self._run(tensors)
-        else:
+        with on(self.device):
             self._run(tensors)
 
     def _run(self, tensors: tuple[Any, ...]) -> None:

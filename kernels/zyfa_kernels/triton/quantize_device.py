@@ -1,8 +1,7 @@
-"""What a device is to the kernels that quantise, and launching on one that is not the current."""
+"""What a device is to the kernels that quantise."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,9 +32,3 @@ def device_of(device: torch.device) -> Device:
     shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     # PTX converts to e4m3 only with .satfinite.
     return Device(properties.multi_processor_count, native, native and not torch.version.hip, shared)
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

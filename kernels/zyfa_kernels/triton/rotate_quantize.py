@@ -21,8 +21,8 @@ import torch
 
 from . import hadamard
 from . import rotate_quantize_checks as checks
-from .launcher import keep, prepared_for
-from .quantize_device import device_of, on
+from .launcher import keep, on, prepared_for
+from .quantize_device import device_of
 from .rotate_quantize_checks import ArgumentError, Tensors
 from .rotate_quantize_kernel import rotate_quantize
 
@@ -171,8 +171,6 @@ def rotate_quantize_packed(
     *,
     rotation: str | None = "hadamard",
     qk_format: str = "fp8_e4m3",
-    method: str | None = None,
-    tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rotate_quantize_q` and `rotate_quantize_write` in one launch, where K and V go to no cache.
 
@@ -189,7 +187,7 @@ def rotate_quantize_packed(
     k_codes = torch.empty(k.shape, dtype=out.dtype, device=k.device)
     v_codes = torch.empty(v.shape, dtype=torch.uint8, device=k.device)
     cache = (_bytes(k_codes), v_codes, None, k_scale, v_scale, None)
-    _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, method, tile)
+    _launch((q, _bytes(out), scale, k, v, *cache), rotation, qk_format, None, None)
     return out, scale, k_codes, v_codes
 
 
@@ -259,8 +257,8 @@ def _plan(
     q, out, q_scale, k, v, k_cache, v_cache, slots, k_scale, v_scale, saturated = tensors
     x = k if q is None else q
     assert x is not None
-    dim, device, v_dim, kv_heads = x.shape[2], x.device, x.shape[2], 0
-    blocks, turn = checks.rotation(x, rotation, method)
+    v_dim, kv_heads = x.shape[2], 0
+    blocks, kind = checks.rotation(x, rotation, method)
     checks.form(qk_format)
     if tile is not None and not isinstance(tile, Tile):
         raise ArgumentError(f"tile={tile!r} is not accepted; a Tile or None")
@@ -274,25 +272,39 @@ def _plan(
             checks.slots(slots, k)
         checks.scale("k_scale", k_scale, k)
         checks.scale("v_scale", v_scale, k)
-        checks.saturated(saturated, device)
+        checks.saturated(saturated, x.device)
     checks.tokens(tensors)
-    stats = device_of(device)
-    tables = hadamard.tables(dim, turn, rotation, x.dtype, device)
-    widths = [hadamard.padded(order) for order in blocks] + [1]
-    norms = [1 / math.sqrt(order) if turn != "none" else 1.0 for order in blocks] + [1.0]
-    matrix = sum(width**2 for width in widths[:-1]) if turn == "dot" else 0
-    tile = tile or default_tile(matrix, sum(widths[:-1]), x.element_size(), stats.shared)
+    stats = device_of(x.device)
+    turn = Turn(x, blocks, kind, rotation, stats.shared)
+    tile = tile or turn.tile
     after = (
         *_strides(q, 3), *_strides(out, 3), *_strides(q_scale, 2), *_strides(k, 3), *_strides(v, 3),
         *_strides(k_cache, 4), *_strides(v_cache, 4), *_scale_stride(k_scale), *_scale_stride(v_scale),
         # Q_HEADS, KV_HEADS, D0, W0, N0, D1, W1, N1, DV, WV, ROTATE, INT8, NATIVE, SATURATES, COUNT, BLOCK, ROWS, STAGES
-        0 if q is None else q.shape[1], kv_heads, blocks[0], widths[0], norms[0],
-        blocks[1] if len(blocks) > 1 else 0, widths[1], norms[1], v_dim, hadamard.padded(v_dim),
-        turn, qk_format == "int8", stats.native_e4m3, stats.saturates, saturated is not None,
+        0 if q is None else q.shape[1], kv_heads, *turn.constants, v_dim, hadamard.padded(v_dim), kind,
+        qk_format == "int8", stats.native_e4m3, stats.saturates, saturated is not None,
         0 if slots is None or k_cache is None else k_cache.shape[1], tile.rows, tile.stages,
     )  # fmt: skip
-    both = (tables[0], tables[-1])
-    return _Plan(both, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
+    return _Plan(turn.tables, after, 0 if q is None else q.shape[1], kv_heads, tile, stats.processors, [])
+
+
+class Turn:
+    """How the kernels rotate rows of x [T, H, D]; blocks, kind: what `checks.rotation` gives.
+
+    tables: of the first and the last block; constants: D0, W0, N0, D1, W1, N1; tile: the default.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, blocks: tuple[int, ...], kind: str, rotation: str | None, shared: int
+    ) -> None:
+        tables = hadamard.tables(x.shape[2], kind, rotation or "none", x.dtype, x.device)
+        self.tables = (tables[0], tables[-1])
+        widths = [hadamard.padded(order) for order in blocks]
+        norms = [1 / math.sqrt(order) if kind != "none" else 1.0 for order in blocks]
+        parts = [*zip(blocks, widths, norms, strict=True), (0, 1, 1.0)]
+        self.constants = (*parts[0], *parts[1])
+        matrix = sum(width**2 for width in widths) if kind == "dot" else 0
+        self.tile = default_tile(matrix, sum(widths), x.element_size(), shared)
 
 
 def default_tile(matrix: int, row: int, size: int, shared: int) -> Tile:
